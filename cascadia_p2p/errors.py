@@ -1,0 +1,104 @@
+"""The one exception tree, and the exit code that each branch ends a command with.
+
+CascadiaError (1)
+├── UsageError (2)          a flag, a configuration value or an argument is wrong
+├── PortError (3)           an address or port can not be bound
+├── CapacityError (4)       not enough memory, or no plan fits
+├── MismatchError (5)       another version, fleet or model
+├── UnreachableError (6)    nobody answers there
+├── CheckpointError (1)     a source checkpoint is not what it should be
+├── ShardError (1)          a file of the exported model is missing, damaged or not ours
+├── WireError (1)           bytes from the network that are not a valid frame or message
+└── RequestError (1)        a request that is answered with an error; carries the protocol's code
+
+Every message names what is wrong, what was expected and what to do; no message needs a traceback.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """The codes of the client protocol."""
+
+    BAD_REQUEST = "bad_request"
+    CONTEXT_OVERFLOW = "context_overflow"
+    OVERLOADED = "overloaded"
+    RING_INCOMPLETE = "ring_incomplete"
+    SLOW_CLIENT = "slow_client"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"
+
+
+class CascadiaError(Exception):
+    """Anything this package refuses or fails at; `str()` is a sentence for the user."""
+
+    exit_code = 1
+
+
+class UsageError(CascadiaError):
+    """A flag, a configuration value or an argument is wrong."""
+
+    exit_code = 2
+
+
+class PortError(CascadiaError):
+    """An address or port can not be bound; the message names the flag that moves it."""
+
+    exit_code = 3
+
+
+class CapacityError(CascadiaError):
+    """Not enough memory, or no plan fits; the message holds need and have."""
+
+    exit_code = 4
+
+
+class MismatchError(CascadiaError):
+    """Another protocol version, fleet or model; the message holds both values."""
+
+    exit_code = 5
+
+
+class UnreachableError(CascadiaError):
+    """Nobody answers at an address, or no head node was found."""
+
+    exit_code = 6
+
+
+class CheckpointError(CascadiaError):
+    """A source checkpoint lacks something, or holds what it should not."""
+
+
+class ShardError(CascadiaError):
+    """A file of the exported model is missing, truncated, altered or not part of it."""
+
+
+class WireError(CascadiaError):
+    """Bytes from the network that are not a valid frame or message."""
+
+
+class RequestError(CascadiaError):
+    """A request that is answered with an error.
+
+    Args:
+        code: the protocol's code.
+        message: the sentence for the client.
+        request_id: the id to echo, when one was given.
+        retry_after_s: seconds after which trying again makes sense; only with `overloaded`.
+    """
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        request_id: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.request_id = request_id
+        self.retry_after_s = retry_after_s

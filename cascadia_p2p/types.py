@@ -1,0 +1,86 @@
+"""Small values that several packages share; no behaviour beyond their own form."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NewType
+
+from cascadia_p2p.errors import UsageError
+
+NodeId = NewType("NodeId", str)
+"""16 lower-case hex digits, kept in the state directory: the same over restarts."""
+
+Instance = NewType("Instance", str)
+"""16 lower-case hex digits, drawn anew at each start of a process."""
+
+StreamId = NewType("StreamId", int)
+"""An unsigned 64-bit number that the head gives a request; never used twice by one head instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A TCP address: host (name, IPv4, or IPv6 without brackets) and port (1 to 65535)."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def tcp(self) -> str:
+        """The address as ZeroMQ spells it."""
+        return f"tcp://{self}"
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read `HOST:PORT`, `[IPV6]:PORT` or the same behind `tcp://`.
+
+        Raises:
+            UsageError: the text has another form, or the port is not 1 to 65535.
+        """
+        match = _ENDPOINT.fullmatch(text.strip())
+        if match is None:
+            raise UsageError(f"'{text}' is not an address: expected HOST:PORT or [IPV6]:PORT, as in 192.168.1.20:7600")
+        port = int(match["port"])
+        if not 1 <= port <= 65535:
+            raise UsageError(f"'{text}' has port {port}: expected 1 to 65535")
+        return cls(match["v6"] or match["host"], port)
+
+
+_ENDPOINT = re.compile(
+    r"(?:tcp://)?(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[A-Za-z0-9](?:[\w.-]*[\w])?)):(?P<port>\d{1,5})"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Epoch:
+    """One formation of the ring: the counter decides which is newer, the head's instance makes it unique."""
+
+    counter: int
+    head: Instance
+
+    def __str__(self) -> str:
+        return f"{self.counter}@{self.head}"
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a node, or the ring as the least of its nodes, can hold.
+
+    Args:
+        slots: streams at once.
+        context: positions a stream (prompt and answer together).
+        rows: rows a frame.
+    """
+
+    slots: int
+    context: int
+    rows: int
+
+    def least(self, other: Promise) -> Promise:
+        """The promise that both can keep."""
+        return Promise(
+            min(self.slots, other.slots), min(self.context, other.context), min(self.rows, other.rows)
+        )
