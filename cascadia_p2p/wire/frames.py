@@ -1,0 +1,375 @@
+"""The data frame: a fixed little-endian header, packed tables, and FP32 rows in a part of their own.
+
+A frame is a ZeroMQ message of one part (header) or two (header, payload). The header part is:
+
+    offset  size  field
+         0     4  magic, b"CP2P"
+         4     2  protocol version
+         6     2  kind (FrameKind)
+         8     8  epoch: counter
+        16     8  epoch: instance of the head
+        24     8  frame number (for a probe: the probe's id)
+        32     4  rows
+        36     4  hidden, values a row; 0 where the kind has no rows
+        40     4  segments
+        44     4  operations
+        48     4  records
+        52     2  dtype of the payload (1 = float32); 0 where the kind has no rows
+        54     2  reserved, 0
+        56        segments x 32 bytes, operations x 24 bytes, records x 32 bytes
+
+The payload part exists exactly when rows > 0 and holds rows x hidden float32 in C order.
+Any change of these bytes needs a new PROTOCOL.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag, StrEnum
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadia_p2p.errors import WireError
+from cascadia_p2p.types import Epoch, Instance
+
+PROTOCOL: Final = 1
+"""Version of every byte that crosses the network: data frames, control messages and client messages."""
+
+MAGIC: Final = b"CP2P"
+
+Table: TypeAlias = npt.NDArray[np.void]
+"""A structured array of dtype SEGMENT, OPERATION or RECORD."""
+
+Rows: TypeAlias = npt.NDArray[np.float32]
+"""C-contiguous float32 [rows, hidden]."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class FrameKind(IntEnum):
+    """What a frame is for."""
+
+    ACTIVATIONS = 1
+    TOKENS = 2
+    PROBE = 3
+
+
+class SegmentFlag(IntFlag):
+    """What a segment asks for."""
+
+    WANT_TOKEN = 1
+    """The segment's last row asks the tail for the next token."""
+
+
+class SegmentError(IntEnum):
+    """Why a stage could not compute a segment; such a segment still goes on round the ring."""
+
+    NONE = 0
+    UNKNOWN_STREAM = 1
+    POSITION = 2
+    CONTEXT = 3
+    NON_FINITE = 4
+    INTERNAL = 5
+
+
+class OperationKind(IntEnum):
+    """What happens to a slot before a frame's segments are computed."""
+
+    START = 1
+    REWIND = 2
+    RELEASE = 3
+
+
+class FrameFault(StrEnum):
+    """Why bytes are not a frame for us; the name under which they are counted."""
+
+    FOREIGN = "foreign"
+    VERSION = "version"
+    KIND = "kind"
+    LENGTH = "length"
+    LIMIT = "limit"
+    HIDDEN = "hidden"
+    FORM = "form"
+    TABLE = "table"
+
+
+class FrameError(WireError):
+    """Bytes that are not a valid frame within the limits.
+
+    Args:
+        fault: the kind of fault, for counting.
+        message: the sentence that names what was found and what was expected.
+    """
+
+    def __init__(self, fault: FrameFault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+SEGMENT: Final = np.dtype(
+    {
+        "names": ["stream", "slot", "start", "rows", "flags", "error", "stage"],
+        "formats": ["<u8", "<u4", "<u4", "<u4", "<u2", "<u2", "<u2"],
+        "offsets": [0, 8, 12, 16, 20, 22, 24],
+        "itemsize": 32,
+    }
+)
+"""Consecutive rows of one stream: positions start to start + rows - 1. `stage` is where `error` arose."""
+
+OPERATION: Final = np.dtype(
+    {
+        "names": ["stream", "position", "slot", "kind"],
+        "formats": ["<u8", "<u4", "<u4", "<u2"],
+        "offsets": [0, 8, 12, 16],
+        "itemsize": 24,
+    }
+)
+"""A change of a slot, applied in order before the segments. `position` is a rewind's target, else 0."""
+
+RECORD: Final = np.dtype(
+    {
+        "names": ["stream", "slot", "position", "token", "logprob", "status", "stage"],
+        "formats": ["<u8", "<u4", "<u4", "<i4", "<f4", "<u2", "<u2"],
+        "offsets": [0, 8, 12, 16, 20, 24, 26],
+        "itemsize": 32,
+    }
+)
+"""A new token and the position it takes, or why there is none (`status`, a SegmentError, at `stage`)."""
+
+HEADER: Final = struct.Struct("<4sHHQQQIIIIIHH")
+FLOAT32: Final = 1
+
+_SEGMENT = struct.Struct("<QIIIHHH6x")
+_OPERATION = struct.Struct("<QIIH6x")
+_RECORD = struct.Struct("<QIIifHH4x")
+_KNOWN_FLAGS: Final = int(SegmentFlag.WANT_TOKEN)
+_LAST_ERROR: Final = int(max(SegmentError))
+
+
+def segment_table(count: int = 0) -> Table:
+    """A zeroed table of `count` segments."""
+    return np.zeros(count, SEGMENT)
+
+
+def operation_table(count: int = 0) -> Table:
+    """A zeroed table of `count` operations."""
+    return np.zeros(count, OPERATION)
+
+
+def record_table(count: int = 0) -> Table:
+    """A zeroed table of `count` records."""
+    return np.zeros(count, RECORD)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What a receiver takes: exactly `hidden` values a row, and at most so many of everything else."""
+
+    hidden: int
+    rows: int
+    segments: int
+    operations: int
+    records: int
+
+    @property
+    def header_bytes(self) -> int:
+        """Size of the largest header part."""
+        return (
+            HEADER.size
+            + self.segments * SEGMENT.itemsize
+            + self.operations * OPERATION.itemsize
+            + self.records * RECORD.itemsize
+        )
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of the largest payload part."""
+        return self.rows * self.hidden * 4
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One message of the data plane.
+
+    Args:
+        kind: decides which of the tables may hold anything.
+        epoch: the formation of the ring that it belongs to.
+        number: counts a head's ACTIVATIONS frames within the epoch; a TOKENS frame repeats the number
+            that it answers; a PROBE carries its id.
+        hidden: values a row; 0 for TOKENS and PROBE.
+        segments: SEGMENT table; ACTIVATIONS only.
+        operations: OPERATION table; ACTIVATIONS only.
+        records: RECORD table; TOKENS only.
+        payload: float32 [rows, hidden], or None while it is not received or there are no rows.
+    """
+
+    kind: FrameKind
+    epoch: Epoch
+    number: int
+    hidden: int = 0
+    segments: Table = field(default_factory=segment_table)
+    operations: Table = field(default_factory=operation_table)
+    records: Table = field(default_factory=record_table)
+    payload: Rows | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows that the segments speak of, which is the payload's row count."""
+        if not len(self.segments):
+            return 0
+        return sum(self.segments["rows"].tolist())
+
+
+def encode_header(frame: Frame) -> bytes:
+    """The header part of a frame; the payload part is the array itself.
+
+    Raises:
+        ValueError: a field does not fit its width, or a table has another dtype (our own mistake).
+    """
+    segments, operations, records = frame.segments, frame.operations, frame.records
+    if segments.dtype != SEGMENT or operations.dtype != OPERATION or records.dtype != RECORD:
+        raise ValueError("a frame's tables must have the dtypes SEGMENT, OPERATION and RECORD")
+    activations = frame.kind == FrameKind.ACTIVATIONS
+    try:
+        head = HEADER.pack(
+            MAGIC,
+            PROTOCOL,
+            frame.kind,
+            frame.epoch.counter,
+            int(frame.epoch.head, 16),
+            frame.number,
+            frame.rows,
+            frame.hidden if activations else 0,
+            len(segments),
+            len(operations),
+            len(records),
+            FLOAT32 if activations else 0,
+            0,
+        )
+    except struct.error as error:
+        raise ValueError(f"a frame's field does not fit the header: {error}") from error
+    return b"".join((head, segments.tobytes(), operations.tobytes(), records.tobytes()))
+
+
+def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
+    """Read a header part; the tables are views of `buffer`, writable when it is, and the payload is None.
+
+    Nothing is allocated in proportion to a number that the bytes claim: the counts are checked against the
+    limits and against the length of the buffer first.
+
+    Raises:
+        FrameError: the bytes are anything else than a valid header within the limits.
+    """
+    size = len(buffer)
+    if size < HEADER.size:
+        raise FrameError(
+            FrameFault.LENGTH, f"a frame header has {size} bytes: expected {HEADER.size} or more"
+        )
+    (
+        magic,
+        version,
+        code,
+        counter,
+        head,
+        number,
+        rows,
+        hidden,
+        n_segments,
+        n_operations,
+        n_records,
+        dtype,
+        reserved,
+    ) = HEADER.unpack_from(buffer)
+    if magic != MAGIC:
+        raise FrameError(FrameFault.FOREIGN, "the bytes are not a data frame: the first four are not 'CP2P'")
+    if version != PROTOCOL:
+        raise FrameError(
+            FrameFault.VERSION,
+            f"the frame speaks protocol {version}, this node {PROTOCOL}: update the older node",
+        )
+    kind = _KINDS.get(code)
+    if kind is None or reserved:
+        raise FrameError(
+            FrameFault.KIND, f"the frame has kind {code} (reserved {reserved}), unknown to protocol {version}"
+        )
+    _check_counts(limits, rows, n_segments, n_operations, n_records)
+    tables = HEADER.size + n_segments * SEGMENT.itemsize
+    records_at = tables + n_operations * OPERATION.itemsize
+    if size != records_at + n_records * RECORD.itemsize:
+        raise FrameError(FrameFault.LENGTH, f"the frame header has {size} bytes, which its counts contradict")
+    _check_form(kind, limits, rows, hidden, dtype, n_segments + n_operations, n_records)
+    frame = Frame(
+        kind,
+        Epoch(counter, Instance(f"{head:016x}")),
+        number,
+        hidden,
+        np.frombuffer(buffer, SEGMENT, n_segments, HEADER.size) if n_segments else _NO_SEGMENTS,
+        np.frombuffer(buffer, OPERATION, n_operations, tables) if n_operations else _NO_OPERATIONS,
+        np.frombuffer(buffer, RECORD, n_records, records_at) if n_records else _NO_RECORDS,
+    )
+    _check_tables(memoryview(buffer), tables, records_at, rows)
+    return frame
+
+
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
+_NO_SEGMENTS: Final = segment_table()
+_NO_OPERATIONS: Final = operation_table()
+_NO_RECORDS: Final = record_table()
+
+
+def _check_counts(limits: FrameLimits, rows: int, segments: int, operations: int, records: int) -> None:
+    """Refuse counts beyond the limits."""
+    if (
+        rows > limits.rows
+        or segments > limits.segments
+        or operations > limits.operations
+        or records > limits.records
+    ):
+        raise FrameError(
+            FrameFault.LIMIT,
+            f"the frame claims {rows} rows, {segments} segments, {operations} operations, {records} records: "
+            f"at most {limits.rows}, {limits.segments}, {limits.operations}, {limits.records} are taken here",
+        )
+
+
+def _check_form(
+    kind: FrameKind, limits: FrameLimits, rows: int, hidden: int, dtype: int, down: int, records: int
+) -> None:
+    """Refuse a header whose fields do not suit its kind."""
+    if kind is FrameKind.ACTIVATIONS:
+        if hidden != limits.hidden:
+            raise FrameError(
+                FrameFault.HIDDEN, f"the frame has rows of {hidden} values: expected {limits.hidden}"
+            )
+        if dtype != FLOAT32:
+            raise FrameError(
+                FrameFault.FORM, f"the frame's payload has dtype code {dtype}: expected {FLOAT32} (float32)"
+            )
+        if records:
+            raise FrameError(FrameFault.FORM, "an activation frame carries token records")
+        return
+    if rows or hidden or dtype or down or (records and kind is FrameKind.PROBE):
+        raise FrameError(FrameFault.FORM, f"a {kind.name.lower()} frame carries what its kind does not have")
+
+
+def _check_tables(view: memoryview, operations_at: int, records_at: int, rows: int) -> None:
+    """Refuse table entries with unknown codes, or segments that contradict the row count."""
+    total = 0
+    for _, _, start, count, flags, error, _ in _SEGMENT.iter_unpack(view[HEADER.size : operations_at]):
+        if not count or start + count > 0xFFFFFFFF or flags & ~_KNOWN_FLAGS or error > _LAST_ERROR:
+            raise FrameError(
+                FrameFault.TABLE,
+                f"a segment has start {start}, rows {count}, flags {flags}, error {error}: not valid",
+            )
+        total += count
+    if total != rows:
+        raise FrameError(FrameFault.TABLE, f"the frame claims {rows} rows, its segments {total}")
+    for _, position, _, kind in _OPERATION.iter_unpack(view[operations_at:records_at]):
+        if not 1 <= kind <= OperationKind.RELEASE or (position and kind != OperationKind.REWIND):
+            raise FrameError(FrameFault.TABLE, f"an operation has kind {kind} and position {position}")
+    for _, _, _, _, _, status, _ in _RECORD.iter_unpack(view[records_at:]):
+        if status > _LAST_ERROR:
+            raise FrameError(FrameFault.TABLE, f"a token record has the unknown status {status}")
