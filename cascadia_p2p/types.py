@@ -42,7 +42,9 @@ class Endpoint:
         """
         match = _ENDPOINT.fullmatch(text.strip())
         if match is None:
-            raise UsageError(f"'{text}' is not an address: expected HOST:PORT or [IPV6]:PORT, as in 192.168.1.20:7600")
+            raise UsageError(
+                f"'{text}' is not an address: expected HOST:PORT or [IPV6]:PORT, as in 192.168.1.20:7600"
+            )
         port = int(match["port"])
         if not 1 <= port <= 65535:
             raise UsageError(f"'{text}' has port {port}: expected 1 to 65535")
