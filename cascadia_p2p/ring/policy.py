@@ -1,8 +1,9 @@
 """How many rows a frame carries and how long a prompt window is, from a model of a stage's time.
 
-A stage takes `T(r) = fixed + per_row * r` for a frame of r rows. With n streams decoding on S stages a round of
-all streams takes `max(S * T(r), ceil(n / r) * T(r))`: the first term is one frame's trip, the second the time any
-one stage needs for all frames. A prompt of p rows in windows of w takes `(S - 1 + ceil(p / w)) * T(w)`.
+A stage takes `T(r) = fixed + per_row * r` for a frame of r rows. With n streams decoding on S stages a round
+of all streams takes `max(S * T(r), ceil(n / r) * T(r))`: the first term is one frame's trip, the second the
+time any one stage needs for all frames. A prompt of p rows in windows of w takes
+`(S - 1 + ceil(p / w)) * T(w)`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Policy:
     retry_after_s: float = 5.0
 
     def decode_rows(self, streams: int, stages: int, limit: int) -> int:
-        """Rows a frame that finish a round of `streams` streams soonest; the fewest among equals; at least 1."""
+        """Rows a frame that finish a round of `streams` streams soonest; the fewest among equals."""
         return _decode_rows(
             max(streams, 1), stages, max(1, min(limit, self.decode_rows_limit)), self.stage_time
         )

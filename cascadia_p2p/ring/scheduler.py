@@ -1,13 +1,13 @@
 """The head's scheduler: which rows of which streams go into the next frame.
 
-Pure and deterministic: no socket, no thread, no clock of its own (`now` is handed in, in seconds of any steady
-clock). Streams wait, then run in a slot. `schedule` composes the next frame, `on_tokens` takes the tail's
-answer, and nothing else moves a running stream forward.
+Pure and deterministic: no socket, no thread, no clock of its own (`now` is handed in, in seconds of any
+steady clock). Streams wait, then run in a slot. `schedule` composes the next frame, `on_tokens` takes the
+tail's answer, and nothing else moves a running stream forward.
 
 Prefill and decode are one thing here: a stream has ids (prompt and generated), of which the first `sent` went
-into the ring. Whatever is not sent is pending; a window of pending rows that reaches the end of the ids asks for
-the next token, and the stream then has nothing to send until that token is back. Putting a stream back after a
-lost node therefore is `sent = 0`.
+into the ring. Whatever is not sent is pending; a window of pending rows that reaches the end of the ids asks
+for the next token, and the stream then has nothing to send until that token is back. Putting a stream back
+after a lost node therefore is `sent = 0`.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class Scheduler:
             self._operations.append((OperationKind.START, stream.request.stream, stream.slot))
 
     def _credits(self, ring: _Ring) -> int:
-        """Frames that may be in flight: enough that every stage has one, and no more than all streams fill."""
+        """Frames that may be in flight: one a stage, and no more than all streams fill."""
         streams = list(self._running.values())
         rows = self.policy.decode_rows(len(streams), ring.stages, ring.promise.rows)
         frames = -(-len(streams) // rows)
@@ -284,7 +284,7 @@ class Scheduler:
         return max(1, min(frames, self.policy.frames_in_flight))
 
     def _take_windows(self, ring: _Ring) -> list[tuple[Stream, int]]:
-        """Choose (stream, rows) in turn order: decode rows up to their bound, then one window of one prompt."""
+        """Choose (stream, rows) in turn order: decode rows up to their bound, then one prompt's window."""
         ready = [self._running[i] for i in self._turns if self._running[i].pending]
         decode_rows = self.policy.decode_rows(len(self._running), ring.stages, ring.promise.rows)
         taken = [(stream, 1) for stream in ready if stream.decoding][:decode_rows]
@@ -304,7 +304,8 @@ class Scheduler:
         for segment, (stream, rows) in zip(segments, windows, strict=True):
             end = stream.sent + rows
             stream.awaited = end == len(stream.ids)
-            segment["stream"], segment["slot"] = stream.request.stream, stream.slot
+            segment["stream"] = stream.request.stream
+            segment["slot"] = 0 if stream.slot is None else stream.slot
             segment["start"], segment["rows"] = stream.sent, rows
             segment["flags"] = SegmentFlag.WANT_TOKEN if stream.awaited else 0
             tokens += stream.ids[stream.sent : end]
@@ -346,7 +347,7 @@ class Scheduler:
         return None
 
     def _retire(self, stream: Stream) -> None:
-        """Take a stream out of its slot; the release goes out before the slot's next start, in the same order."""
+        """Take a stream out of its slot; its release goes out before the slot's next start."""
         del self._running[stream.request.stream]
         self._turns.remove(stream.request.stream)
         if self._ring is not None and stream.slot is not None:

@@ -161,7 +161,7 @@ def test_failed_segment_fails_its_stream_only() -> None:
     scheduler.submit(request(1, 3, 4), 0.0)
     scheduler.submit(request(2, 3, 4), 0.0)
     ring.run(scheduler.schedule(0.0))
-    number, records = ring.frames[0]
+    _, records = ring.frames[0]
     assert records["stream"].tolist() == [1]
     records["status"], records["stage"] = SegmentError.NON_FINITE, 2
     updates = ring.answer(scheduler, 0.0)
