@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import json
+
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cascadia_p2p.errors import ErrorCode, RequestError, WireError
+from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
+from cascadia_p2p.wire import PROTOCOL
+from cascadia_p2p.wire import messages as m
+
+NODE = NodeId("00112233445566aa")
+RUN = Instance("ffeeddccbbaa9988")
+EPOCH = Epoch(7, RUN)
+PROMISE = Promise(slots=4, context=1024, rows=64)
+ADDRESS = Endpoint("192.168.1.20", 7600)
+WHO = {"node": NODE, "instance": RUN}
+
+
+def introduction() -> dict[str, object]:
+    return dict(
+        WHO,
+        software="0.1.0",
+        fleet="office",
+        host="desk-3",
+        fingerprint="ab" * 32,
+        model="tiny",
+        shards=11,
+        layers=66,
+        hidden=6144,
+        holds=[3, 4],
+        claim=m.Claim(shard=3, state=m.ClaimState.LOADED, age_s=1.5),
+        promise=PROMISE,
+        control=ADDRESS,
+        data=Endpoint("fe80::1%eth0", 7601),
+        epoch=6,
+        device="CPU",
+        pid=4711,
+    )
+
+
+MESSAGES = [
+    m.Greeting(**introduction()),
+    m.Welcome(**introduction(), client=ADDRESS),
+    m.Refusal(**WHO, code=m.RefusalCode.FLEET, message="fleet 'a' meets fleet 'b'", software="0.1.0"),
+    m.State(**WHO, claim=m.Claim(), holds=[1], epoch=3, progress=0.5, standby=True),
+    m.Assign(**WHO, shard=0),
+    m.Form(**WHO, epoch=EPOCH, members=[m.Member(**WHO, shard=0, data=ADDRESS)], promise=PROMISE),
+    m.Ready(**WHO, epoch=EPOCH),
+    m.Reject(**WHO, epoch=EPOCH, reason="an older head lives"),
+    m.Open(**WHO, epoch=EPOCH, promise=PROMISE),
+    m.Close(**WHO, epoch=EPOCH, reason="node lost"),
+    m.Beat(**WHO, epoch=7, progress=2**62, frames_in=3, frames_out=2, waiting_send=True, probe_seen=9),
+    m.Bye(**WHO, reason="Ctrl-C"),
+    m.StatusQuery(),
+    m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.type)
+def test_control_messages_survive_the_wire(message: m.ControlMessage) -> None:
+    assert m.decode_control(m.encode(message)) == message
+
+
+def changed(message: m.ControlMessage, **fields: object) -> bytes:
+    return orjson.dumps({**orjson.loads(m.encode(message)), **fields})
+
+
+@pytest.mark.parametrize("kind", ["hello", "welcome", "refusal"])
+@pytest.mark.parametrize("version", [PROTOCOL - 1, PROTOCOL + 1, 2**40])
+def test_exo_19_other_version_is_a_value(kind: str, version: int) -> None:
+    data = orjson.dumps(
+        {
+            "type": kind,
+            "protocol": version,
+            "software": "9.9\x1b[2J" + "x" * 90,
+            "new": [1],
+            "message": "no\n",
+        }
+    )
+    other = m.decode_control(data)
+    assert isinstance(other, m.OtherVersion)
+    assert (other.type, other.protocol) == (kind, version)
+    assert other.software.startswith("9.9?[2J")
+    assert len(other.software) == 64
+    assert other.message == "no?"
+    assert str(version) in str(other)
+    assert str(PROTOCOL) in str(other)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "JSON"),
+        (b"\xff\x00", "JSON"),
+        (b"[]", "object"),
+        (b"{}", "'type'"),
+        (b'{"type": 3}', "'type'"),
+        (b'{"type": "nonsense"}', "nonsense"),
+        (b"[" * 100_000, "JSON"),
+        (b'{"type":"beat","x":' + b"[" * 500 + b"]" * 500 + b"}", "beat"),
+        (b" " * (1 << 19), "too long"),
+        (changed(MESSAGES[0], surprise=1), "surprise"),
+        (changed(MESSAGES[0], node="../../etc"), "node"),
+        (changed(MESSAGES[0], node=NODE + "\n"), "node"),
+        (changed(MESSAGES[0], fleet="a\x1b[31m"), "fleet"),
+        (changed(MESSAGES[0], shards="11"), "shards"),
+        (changed(MESSAGES[0], shards=True), "shards"),
+        (changed(MESSAGES[0], holds=[0] * 1025), "holds"),
+        (changed(MESSAGES[0], protocol="1"), "protocol"),
+        (changed(MESSAGES[0], control={"host": "h", "port": 0}), "control"),
+        (changed(MESSAGES[0], control={"host": "h", "port": 1, "extra": 1}), "control"),
+        (changed(MESSAGES[0], promise={"slots": 0, "context": 1, "rows": 1}), "promise"),
+        (changed(MESSAGES[6], epoch={"counter": -1, "head": RUN}), "epoch"),
+        (changed(MESSAGES[6], epoch={"counter": 1, "head": "x"}), "epoch"),
+        (changed(MESSAGES[5], members=[]), "members"),
+        (changed(MESSAGES[10], progress=2**63), "progress"),
+        (changed(MESSAGES[3], progress=1.5), "progress"),
+    ],
+)
+def test_control_refusals_name_the_field(data: bytes, words: str) -> None:
+    with pytest.raises(WireError) as caught:
+        m.decode_control(data)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+json_bytes = json_values.map(lambda value: json.dumps(value).encode())
+
+
+@given(st.binary(max_size=200) | json_bytes)
+@example(b'{"type":"hello","protocol":true}')
+@example(b'{"type":"hello","protocol":1e400}')
+def test_any_bytes_give_a_control_message_or_a_wire_error(data: bytes) -> None:
+    try:
+        value = m.decode_control(data)
+    except WireError:
+        return
+    assert value is not None
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_any_changed_field_gives_a_message_or_a_wire_error(
+    message: m.ControlMessage, data: st.DataObject
+) -> None:
+    raw = orjson.loads(m.encode(message))
+    field = data.draw(st.sampled_from(sorted(raw)))
+    raw[field] = data.draw(json_values)
+    try:
+        value = m.decode_control(json.dumps(raw).encode())
+    except WireError:
+        return
+    assert isinstance(value, m.OtherVersion) or m.decode_control(m.encode(value)) == value
+
+
+def request_or_error(data: bytes) -> m.ClientRequest | RequestError:
+    try:
+        return m.decode_request(data)
+    except RequestError as error:
+        return error
+
+
+def test_requests_are_read() -> None:
+    request = m.decode_request(
+        b'{"prompt": "hi", "max_tokens": 3, "stop_token_ids": [1, 2], "ignore_eos": true, "id": "a"}'
+    )
+    assert request == m.GenerateRequest(
+        prompt="hi", max_tokens=3, stop_token_ids=(1, 2), ignore_eos=True, id="a"
+    )
+    assert m.decode_request(b'{"op":"generate","token_ids":[0,2147483647]}') == m.GenerateRequest(
+        token_ids=(0, 2**31 - 1)
+    )
+    assert m.decode_request(b'{"op":"cancel","id":"a"}') == m.CancelRequest(id="a")
+    assert m.decode_request(b'{"op":"status"}') == m.StatusRequest()
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "echo"),
+    [
+        (b"hello", ["JSON"], None),
+        (b'"hello"', ["object", "a string"], None),
+        (b'{"id":"a"}', ["prompt", "token_ids"], "a"),
+        (b'{"id":"a","prompt":""}', ["prompt", "empty"], "a"),
+        (b'{"id":"a","token_ids":[]}', ["token_ids", "empty"], "a"),
+        (b'{"id":"a","prompt":"x","token_ids":[1]}', ["both"], "a"),
+        (b'{"id":"a","prompt":3}', ["prompt", "string", "number"], "a"),
+        (b'{"id":"a","prompt":"x","max_tokens":0}', ["max_tokens", "1"], "a"),
+        (b'{"id":"a","prompt":"x","max_tokens":"5"}', ["max_tokens", "integer", "a string"], "a"),
+        (b'{"id":"a","prompt":"x","max_tokens":true}', ["max_tokens", "integer", "a boolean"], "a"),
+        (b'{"id":"a","prompt":"x","max_tokens":1.5}', ["max_tokens"], "a"),
+        (b'{"id":"a","prompt":"x","temprature":0.5}', ["temprature", "unknown", "max_tokens"], "a"),
+        (b'{"id":"a","messages":[{"role":"user"}]}', ["chat template"], "a"),
+        (b'{"id":"a","prompt":"x","stop":["END"]}', ["stop_token_ids"], "a"),
+        (b'{"id":"a","prompt":"x","stop":[]}', ["stop", "leave it out"], "a"),
+        (b'{"id":"a","token_ids":[1,"2"]}', ["token_ids[1]"], "a"),
+        (b'{"id":"a","token_ids":[-1]}', ["token_ids[0]", "0"], "a"),
+        (b'{"id":"a","token_ids":[99999999999999999999999]}', ["token_ids[0]"], "a"),
+        (b'{"id":3,"prompt":"x"}', ["id", "string"], None),
+        (b'{"id":"a","op":"fly"}', ["op", "fly", "generate"], "a"),
+        (b'{"id":"a","op":7}', ["op", "a number"], "a"),
+        (b'{"op":"cancel"}', ["id", "missing"], None),
+        (b'{"id":"a","op":"status","prompt":"x"}', ["prompt", "unknown", "status"], "a"),
+        (b'{"id":"' + b"x" * 129 + b'","prompt":"x"}', ["id", "128"], None),
+        (b'{"id":"a","prompt":"\\ud800"}', ["JSON"], None),
+    ],
+)
+def test_bad_requests_are_refused_in_words(data: bytes, words: list[str], echo: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        m.decode_request(data)
+    assert caught.value.code is ErrorCode.BAD_REQUEST
+    assert caught.value.request_id == echo
+    for word in words:
+        assert word in caught.value.message
+    assert len(caught.value.message) < 500
+
+
+def test_a_long_list_of_wrong_ids_costs_one_error() -> None:
+    data = b'{"token_ids":[' + b'"",' * 500_000 + b'""]}'
+    with pytest.raises(RequestError, match=r"token_ids\[0\]"):
+        m.decode_request(data)
+
+
+@given(st.binary(max_size=200) | json_bytes)
+def test_any_bytes_give_a_request_or_a_request_error(data: bytes) -> None:
+    value = request_or_error(data)
+    if isinstance(value, RequestError):
+        assert value.code is ErrorCode.BAD_REQUEST
+        assert value.message
+    else:
+        assert value.op in ("generate", "cancel", "status")
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*m.GenerateRequest.model_fields, "messages", "stop", "new"]), json_values, max_size=6
+    )
+)
+def test_any_request_object_is_answered_and_its_id_echoed(raw: dict[str, object]) -> None:
+    value = request_or_error(json.dumps(raw).encode())
+    given_id = raw.get("id")
+    if isinstance(value, RequestError):
+        is_json = "must be JSON" not in value.message
+        echoed = isinstance(given_id, str) and len(given_id) <= 128 and is_json
+        assert value.request_id == (given_id if echoed else None)
+    else:
+        assert value.id == given_id
+
+
+REPLIES = [
+    m.GenerateReply(
+        id="a",
+        text="x",
+        token_ids=[1, 2],
+        finish_reason=m.FinishReason.LENGTH,
+        usage=m.Usage(prompt_tokens=1, completion_tokens=2),
+        timings=m.Timings(queue_s=0.0, ttft_s=0.5, decode_tok_s=None),
+    ),
+    m.ErrorReply.of(RequestError(ErrorCode.OVERLOADED, "full", request_id="b", retry_after_s=2.0)),
+    m.CancelReply(id="c", cancelled=True),
+    m.StatusReply(status={"ring": "open", "missing": None}),
+]
+
+
+@pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
+def test_replies_survive_the_wire(reply: m.ClientReply) -> None:
+    assert m.decode_reply(m.encode(reply)) == reply
+
+
+def test_error_reply_keeps_the_error() -> None:
+    error = RequestError(ErrorCode.CONTEXT_OVERFLOW, "1300 is more than 1024", request_id="b")
+    again = m.ErrorReply.of(error).to_error()
+    assert (again.code, again.message, again.request_id) == (error.code, error.message, "b")
+    assert orjson.loads(m.encode(m.ErrorReply.of(error))) == {
+        "id": "b",
+        "error": {"code": "context_overflow", "message": "1300 is more than 1024"},
+    }
+
+
+def test_replies_of_a_newer_head_are_read() -> None:
+    raw = orjson.loads(m.encode(REPLIES[0]))
+    raw["logprobs"] = []
+    raw["usage"]["cached_tokens"] = 4
+    assert m.decode_reply(orjson.dumps(raw)) == REPLIES[0]
+
+
+@given(st.binary(max_size=200) | json_bytes)
+def test_any_bytes_give_a_reply_or_a_wire_error(data: bytes) -> None:
+    try:
+        m.decode_reply(data)
+    except WireError:
+        return
