@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +22,8 @@ import numpy.typing as npt
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.wire.client import FinishReason
 from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentError, SegmentFlag
-
-
-class FinishReason(StrEnum):
-    """Why an answer ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import Policy, StageTime
-from cascadia_p2p.ring.scheduler import FinishReason, Plan, Scheduler, StreamRequest, Update
+from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.wire.client import FinishReason
 from cascadia_p2p.wire.frames import RECORD, OperationKind, SegmentError, SegmentFlag
 
 VOCAB = 97

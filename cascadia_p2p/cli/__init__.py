@@ -1,0 +1,66 @@
+"""The commands: one file each, joined here under one parser, one error rule and one table of exit codes.
+
+Data goes to stdout, everything else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 port, 4 not enough
+memory or no plan, 5 version or model mismatch, 6 unreachable, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from cascadia_p2p import __version__
+from cascadia_p2p.errors import CascadiaError
+
+__all__ = ["main"]
+
+COMMANDS: Final = {
+    "export": "turn a checkpoint into shards, one directory for each PC",
+    "join": "make this PC a node of the fleet",
+    "generate": "send one prompt and print the answer",
+    "status": "show the ring, its nodes and what is missing",
+    "demo": "run a whole ring on this machine and ask it one question",
+}
+"""Name and one line of help; each is the module of that name with `configure(parser)` and `run(args)`."""
+
+INTERRUPTED: Final = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; never raises for what a user can cause."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(arguments).parse_args(arguments)
+        code: int = importlib.import_module(f"cascadia_p2p.cli.{args.command}").run(args)
+    except CascadiaError as error:
+        print(f"cascadia-p2p: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing may be written while the interpreter shuts down either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands; only the one that is asked for is imported, so that help is instant."""
+    parser = argparse.ArgumentParser(
+        prog="cascadia-p2p",
+        description="Pool the PCs of one LAN into a ring that runs a language model too large for any one.",
+        epilog="Exit codes: 0 ok, 1 failure, 2 usage, 3 port, 4 memory or plan, 5 mismatch, 6 unreachable, "
+        "130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"cascadia-p2p {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((word for word in arguments if not word.startswith("-")), None)
+    for name, words in COMMANDS.items():
+        command = commands.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+        if name == asked:
+            importlib.import_module(f"cascadia_p2p.cli.{name}").configure(command)
+    return parser

@@ -1,0 +1,91 @@
+"""The house rules that a reader relies on: who may import whom, and what is never imported at all."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "cascadia_p2p"
+
+FORBIDDEN = {
+    "wire": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr"},
+    "ring": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr"},
+    "text": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr"},
+    "engine": {"zmq", "zeroconf", "asyncio", "ifaddr"},
+    "models": {"zmq", "zeroconf", "asyncio", "ifaddr"},
+    "shards": {"zmq", "zeroconf", "asyncio", "ifaddr", "openvino"},
+    "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
+    "discovery": {"zmq", "openvino", "numba"},
+}
+"""Libraries that a package must not know."""
+
+ALLOWED = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors", "types"},
+    "identity": {"errors", "types"},
+    "logs": {"errors", "types", "config"},
+    "wire": {"errors", "types"},
+    "ring": {"errors", "types", "wire"},
+    "text": {"errors", "types"},
+    "shards": {"errors", "types", "models"},
+    "models": {"errors", "types", "engine", "shards"},
+    "engine": {"errors", "types", "wire", "models", "shards"},
+    "transport": {"errors", "types", "wire"},
+    "discovery": {"errors", "types", "wire"},
+    "client": {"errors", "types", "wire", "transport", "discovery"},
+}
+"""Our own packages that a package may import, beside itself; `node` and `cli` see everything."""
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports anywhere in it."""
+    names: set[str] = set()
+    for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(found, ast.Import):
+            names |= {alias.name for alias in found.names}
+        elif isinstance(found, ast.ImportFrom):
+            assert found.level == 0, f"{path}: relative import"
+            names |= {f"{found.module}.{alias.name}" for alias in found.names}
+    return names
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    names = imports(path)
+    libraries = {name.split(".")[0] for name in names}
+    assert not libraries & FORBIDDEN.get(room, set())
+    assert not libraries & {"pickle", "marshal", "shelve", "dill"}, "STK-11: nothing that runs what it reads"
+    if "zmq" in libraries:
+        assert room == "transport", "only transport knows ZeroMQ"
+    if room in ALLOWED:
+        rooms = {name.split(".")[1] for name in names if name.startswith("cascadia_p2p.")}
+        assert rooms <= ALLOWED[room] | {room, "__version__"}
+
+
+def test_ci_runs_the_command_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    command = next(line for line in ci.splitlines() if line.endswith("-m pytest"))
+    assert command in readme.splitlines()
+
+
+def test_files_and_functions_stay_readable() -> None:
+    long: list[str] = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > 600:
+            long.append(f"{path.name}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                if lines > 60:
+                    long.append(f"{path.name}:{node.name}: {lines} lines")
+    assert not long
