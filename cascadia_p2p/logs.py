@@ -1,0 +1,147 @@
+"""Log set-up: short sentences on a terminal, one JSON object a line elsewhere, always to standard error.
+
+Event names are stable snake_case for programs; `message=` holds the sentence for people, which a terminal shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Literal, TextIO
+
+import orjson
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+__all__ = ["configure_logs"]
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+_COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m", "debug": "\x1b[2m"}
+_DIM, _RESET = "\x1b[2m", "\x1b[0m"
+_LONGEST = 1000
+
+
+def configure_logs(
+    log_format: Literal["console", "json"] | None = None,
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    stream: TextIO | None = None,
+) -> None:
+    """Set up structlog, and lead the standard library's warnings into it.
+
+    Args:
+        log_format: None means console when `stream` is a terminal, JSON otherwise.
+        level: the least severity shown.
+        stream: where to write; standard error unless given.
+    """
+    stream = stream or sys.stderr
+    terminal = stream.isatty()
+    render: _Console | _Json
+    if (log_format or ("console" if terminal else "json")) == "console":
+        render, when = _Console(colour=terminal and sys.platform != "win32"), "%H:%M:%S"
+    else:
+        render, when = _Json(), "iso"
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt=when, utc=when == "iso"),
+            _exceptions,
+            render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=_Factory(stream),
+        cache_logger_on_first_use=False,
+    )
+    root = logging.getLogger()
+    if not any(isinstance(handler, _Forward) for handler in root.handlers):
+        root.addHandler(_Forward(logging.WARNING))
+
+
+class _Writer:
+    """The end of the chain: writes one line, and never raises for a stream that is closed or full."""
+
+    def __init__(self, stream: TextIO, lock: threading.Lock) -> None:
+        self._stream = stream
+        self._lock = lock
+
+    def msg(self, line: str) -> None:
+        with self._lock:
+            try:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except (OSError, ValueError):
+                pass
+
+    debug = info = warning = error = critical = msg
+
+
+class _Factory:
+    def __init__(self, stream: TextIO) -> None:
+        self._writer = _Writer(stream, threading.Lock())
+
+    def __call__(self, *names: str) -> _Writer:
+        return self._writer
+
+
+class _Forward(logging.Handler):
+    """Leads records of libraries that use the standard library's logging into ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        structlog.get_logger().log(
+            record.levelno, "library_message", message=record.getMessage(), library=record.name
+        )
+
+
+def _exceptions(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    given = event.pop("exc_info", None)
+    error = sys.exc_info()[1] if given is True else given
+    if isinstance(error, BaseException):
+        event["error"] = f"{type(error).__name__}: {error}"
+        event["trace"] = "".join(traceback.format_exception(error))
+    return event
+
+
+class _Json:
+    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> str:
+        ordered = {key: event.pop(key) for key in ("timestamp", "level", "event", "message") if key in event}
+        ordered.update(event)
+        try:
+            return orjson.dumps(ordered, default=str).decode()
+        except TypeError:
+            return orjson.dumps({key: str(value) for key, value in ordered.items()}).decode()
+
+
+class _Console:
+    def __init__(self, *, colour: bool) -> None:
+        self._colour = colour
+
+    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> str:
+        when, level = event.pop("timestamp"), event.pop("level")
+        name, trace = str(event.pop("event")), event.pop("trace", None)
+        sentence = _plain(event.pop("message", None) or name.replace("_", " "))
+        if level != "info":
+            sentence = f"{level}: {sentence}"
+        line = f"{self._paint(when, _DIM)} {self._paint(sentence, _COLOURS.get(level, ''))}"
+        if event:
+            line += "  " + self._paint(_pairs(event), _DIM)
+        if isinstance(trace, str):
+            line = "\n".join([line, *map(_plain, trace.splitlines())])
+        return line
+
+    def _paint(self, text: str, colour: str) -> str:
+        return f"{colour}{text}{_RESET}" if self._colour and colour else text
+
+
+def _pairs(event: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={_plain(value)}" for key, value in event.items())
+
+
+def _plain(value: object) -> str:
+    """Text without control characters: a name from the network must not steer the terminal."""
+    text = str(value)
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST] + "..."
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

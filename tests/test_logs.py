@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import orjson
+import pytest
+import structlog
+
+from cascadia_p2p.logs import configure_logs
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
+
+
+def test_json_off_a_terminal() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    structlog.get_logger().info("ring_open", message="The ring is open.", epoch=3, where=object)
+    line = orjson.loads(stream.getvalue())
+    assert (line["event"], line["message"], line["epoch"], line["level"]) == (
+        "ring_open",
+        "The ring is open.",
+        3,
+        "info",
+    )
+    assert line["timestamp"].endswith("Z")
+    assert line["where"] == "<class 'object'>"
+
+
+def test_terminal_shows_the_sentence_first() -> None:
+    stream = Terminal()
+    configure_logs(stream=stream)
+    structlog.get_logger().warning("alone", message="Nobody is here.", heard=0)
+    text = stream.getvalue()
+    assert "warning: Nobody is here." in text
+    assert "\x1b[33m" in text
+    assert "alone" not in text
+    assert "heard=0" in text
+
+
+def test_forced_console_without_terminal_has_no_colour_and_level_filters() -> None:
+    stream = io.StringIO()
+    configure_logs("console", "warning", stream)
+    log = structlog.get_logger()
+    log.info("hidden")
+    log.error("no_more_slots")
+    assert "hidden" not in stream.getvalue()
+    assert "error: no more slots" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_text_from_the_network_can_not_steer_the_terminal() -> None:
+    stream = Terminal()
+    configure_logs(stream=stream)
+    structlog.get_logger().info("peer", name="a\x1b[2J\nb", long="x" * 5000)
+    text = stream.getvalue()
+    assert "\x1b[2J" not in text
+    assert "a\\x1b[2J\\x0ab" in text
+    assert text.count("\n") == 1
+    assert len(text) < 1500
+
+
+def test_exceptions_and_numbers_that_json_can_not_hold() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        structlog.get_logger().exception("failed", big=1 << 80)
+    line = orjson.loads(stream.getvalue())
+    assert line["error"] == "ValueError: bad"
+    assert "Traceback" in line["trace"]
+    assert line["big"] == str(1 << 80)
+
+
+def test_closed_stream_is_no_error() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    stream.close()
+    structlog.get_logger().info("anything")
+
+
+def test_library_warnings_come_through_once() -> None:
+    stream = io.StringIO()
+    configure_logs(stream=stream)
+    configure_logs(stream=stream)
+    logging.getLogger("zeroconf").warning("socket %s", "gone")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 1
+    assert orjson.loads(lines[0])["message"] == "socket gone"
