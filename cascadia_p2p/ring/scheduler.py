@@ -140,11 +140,11 @@ class Scheduler:
 
     # --- the ring -----------------------------------------------------------------------------------------
 
-    def open(self, stages: int, promise: Promise) -> None:
+    def open(self, stages: int, promise: Promise) -> list[Update]:
         """Start composing frames for a newly opened ring; its stages hold no stream yet.
 
         Streams that were running are put back to the front of the queue, those with the least to prefill
-        first; what they generated stays.
+        first; what they generated stays. Streams that this ring can not hold end, and are returned.
         """
         back = sorted(self._running.values(), key=lambda s: (len(s.ids), s.request.stream))
         for stream in reversed(back):
@@ -154,6 +154,10 @@ class Scheduler:
         self._turns.clear()
         self._operations.clear()
         self._ring = _Ring(stages, promise, free=list(range(promise.slots - 1, -1, -1)))
+        too_long = [stream for stream in self._waiting if len(stream.ids) > promise.context]
+        for stream in too_long:
+            self._waiting.remove(stream)
+        return [self._outgrown(stream, promise.context) for stream in too_long]
 
     def close(self) -> None:
         """Compose nothing more until the next `open`."""
@@ -188,8 +192,8 @@ class Scheduler:
             RequestError: `overloaded` when the queue is full, `context_overflow` when an open ring can not
                 hold the prompt.
         """
-        if self._ring is not None:
-            self._check_context(request, self._ring.promise.context)
+        if self._ring is not None and len(request.prompt) > self._ring.promise.context:
+            raise _overflow(len(request.prompt), self._ring.promise.context)
         if len(self._waiting) >= self.policy.queue_limit:
             raise RequestError(
                 ErrorCode.OVERLOADED,
@@ -250,12 +254,11 @@ class Scheduler:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _check_context(self, request: StreamRequest, context: int) -> None:
-        if len(request.prompt) > context:
-            raise RequestError(
-                ErrorCode.CONTEXT_OVERFLOW,
-                f"prompt is {len(request.prompt)} tokens; this ring holds {context} a stream",
-            )
+    def _outgrown(self, stream: Stream, context: int) -> Update:
+        """The end of a stream that is too long: an answer that was under way ends as one of full length."""
+        if stream.generated:
+            return Update(stream, finish=FinishReason.LENGTH)
+        return Update(stream, error=_overflow(len(stream.ids), context))
 
     def _admit(self, ring: _Ring, now: float) -> None:
         while self._waiting and ring.free:
@@ -347,6 +350,12 @@ class Scheduler:
             self._operations.append((OperationKind.RELEASE, stream.request.stream, stream.slot))
             self._ring.free.append(stream.slot)
         stream.slot = None
+
+
+def _overflow(prompt: int, context: int) -> RequestError:
+    return RequestError(
+        ErrorCode.CONTEXT_OVERFLOW, f"prompt is {prompt} tokens; this ring holds {context} a stream"
+    )
 
 
 def _stage_error(status: SegmentError, stage: int) -> RequestError:

@@ -129,6 +129,21 @@ def test_pet_08_a_prompt_beyond_the_context_is_refused_with_both_numbers() -> No
     assert "20" in str(caught.value)
 
 
+def test_a_ring_with_less_context_ends_what_it_can_not_hold() -> None:
+    scheduler, ring = opened(context=64)
+    scheduler.submit(request(1, 30, 9), 0.0)
+    while not any(stream.generated for stream in scheduler.streams()):
+        while (plan := scheduler.schedule(0.0)) is not None:
+            ring.run(plan)
+        ring.answer(scheduler, 0.0)
+    scheduler.submit(request(2, 40, 9), 0.0)
+    ended = {u.stream.request.stream: u for u in scheduler.open(3, Promise(4, 25, 16))}
+    assert ended[1].finish is FinishReason.LENGTH
+    assert ended[2].error is not None
+    assert ended[2].error.code is ErrorCode.CONTEXT_OVERFLOW
+    assert not list(scheduler.streams())
+
+
 def test_windows_of_one_prompt_follow_each_other_without_waiting() -> None:
     scheduler, ring = opened(stages=4, context=256, rows=8)
     scheduler.submit(request(1, 100, 1), 0.0)
