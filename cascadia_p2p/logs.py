@@ -1,6 +1,6 @@
 """Log set-up: short sentences on a terminal, one JSON object a line elsewhere, always to standard error.
 
-Event names are stable snake_case for programs; `message=` holds the sentence for people, which a terminal shows.
+Event names are stable snake_case for programs; `message=` holds the sentence that people read on a terminal.
 """
 
 from __future__ import annotations

@@ -1,0 +1,81 @@
+"""Detokenisation one token at a time: no half characters, and no finished character held back."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection
+from typing import Protocol
+
+from cascadia_p2p.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer"]
+
+_REPLACEMENT = "\ufffd"
+_LONGEST_HOLD = 8
+"""Tokens after which what still is no character never becomes one: UTF-8 needs at most four bytes."""
+
+
+class Detokenizer:
+    """Turns one stream's token ids into text as they come.
+
+    The pieces together are the tokenizer's whole decode, except that a character which the last token leaves
+    unfinished is dropped.
+
+    Args:
+        tokenizer: the model's.
+        hidden: ids that show nothing, beside the tokenizer's special ones: the stop ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int] = ()) -> None:
+        self._hidden = tokenizer.special_ids | frozenset(hidden)
+        self._decoder: _Decoder = _Bytes(tokenizer) if tokenizer.byte_level else _Window(tokenizer)
+
+    def add(self, token_id: int) -> str:
+        """The text that this token finishes; may be empty."""
+        return "" if token_id in self._hidden else self._decoder.add(token_id)
+
+    def extend(self, token_ids: Collection[int]) -> str:
+        """The text that these tokens finish."""
+        return "".join(self.add(token_id) for token_id in token_ids)
+
+
+class _Decoder(Protocol):
+    def add(self, token_id: int) -> str: ...
+
+
+class _Bytes:
+    """Byte-level vocabularies: text is the UTF-8 of the tokens' bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        return self._utf8.decode(self._tokenizer.piece(token_id))
+
+
+class _Window:
+    """Any other vocabulary: decodes the last few tokens again, and shows what is new and finished.
+
+    The window keeps the newest finished piece as context, because decoders treat the first token of a text
+    differently from later ones.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0
+        self._shown = 0
+
+    def add(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        held = len(self._ids) - self._context
+        finished = len(text) if held > _LONGEST_HOLD else len(text.rstrip(_REPLACEMENT))
+        new = text[self._shown : finished]
+        self._shown = max(self._shown, finished)
+        if new and finished == len(text):
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._shown = len(self._tokenizer.decode(self._ids))
+        return new

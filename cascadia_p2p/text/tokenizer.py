@@ -1,0 +1,122 @@
+"""The model's tokenizer, from its `tokenizer.json`."""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from cascadia_p2p.errors import ErrorCode, RequestError, ShardError
+
+__all__ = ["Tokenizer"]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+class Tokenizer:
+    """Encodes and decodes text; safe to use from several threads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._added = inner.get_added_tokens_decoder()
+        self._pieces: dict[int, bytes] = {}
+        self.byte_level = isinstance(inner.decoder, ByteLevel)
+        """Whether each token is a string of bytes, so that text is their concatenation."""
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """Read a `tokenizer.json`.
+
+        Raises:
+            ShardError: the file is missing, or is not a tokenizer.
+        """
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ShardError(f"the tokenizer {path} can not be read: {error.strerror}") from error
+        try:
+            return cls(tokenizers.Tokenizer.from_buffer(content))
+        except Exception as error:  # the library raises bare Exceptions and ValueErrors
+            raise ShardError(f"{path} is not a tokenizer.json that can be used: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added ones included; the model's padded vocabulary may be larger."""
+        return self._inner.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens, which are never shown."""
+        return frozenset(id_ for id_, token in self._added.items() if token.special)
+
+    def special_id(self, name: str) -> int:
+        """The id of an added token by its exact spelling, as in `<|endoftext|>`.
+
+        Raises:
+            ShardError: the tokenizer has no such token.
+        """
+        names = {token.content: id_ for id_, token in self._added.items()}
+        if name in names:
+            return names[name]
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; the nearest is '{close[0]}'" if close else ""
+        raise ShardError(f"the tokenizer has no special token '{name}'{hint}")
+
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """The token ids of `text`.
+
+        Args:
+            text: any Unicode text.
+            specials: True reads the spelling of a special token in the text as that token and adds what the
+                tokenizer's template adds (as transformers does for a prompt); False takes all as plain words,
+                which is right for what a chat user wrote.
+
+        Raises:
+            RequestError: the text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                ErrorCode.BAD_REQUEST,
+                f"the text is not valid Unicode: character {error.start} is half of a surrogate pair",
+            ) from error
+        with self._lock:
+            self._inner.encode_special_tokens = not specials
+            return self._inner.encode(text, add_special_tokens=specials).ids
+
+    def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
+        """The text of `ids`; ids that the tokenizer does not know give nothing.
+
+        Args:
+            ids: token ids.
+            specials: whether special tokens show as their spelling.
+        """
+        return self._inner.decode(list(ids), skip_special_tokens=not specials)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of one token of a byte-level vocabulary; empty for an unknown id."""
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._pieces[token_id] = _piece(self._inner.id_to_token(token_id) or "")
+        return piece
+
+
+def _piece(token: str) -> bytes:
+    # Added tokens are spelled as text, not in the byte alphabet; the library's decoder tells them apart so.
+    if all(char in _BYTES for char in token):
+        return bytes(_BYTES[char] for char in token)
+    return token.encode()
