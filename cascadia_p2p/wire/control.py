@@ -1,7 +1,8 @@
 """The control messages between nodes: greeting, shard claims, formation, heartbeat, status.
 
 Each is a JSON object with `type` and its sender, `node` and `instance`. In every version of the protocol
-`hello`, `welcome` and `refusal` hold `type`, `protocol` and `software`: any two versions can part in words.
+`hello`, `welcome` and `refusal` hold `type`, `protocol` and `software`, and `refusal` holds `message` and
+`serving`: any two versions can part in words.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ ShardIndex = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
 
 
 class ClaimState(StrEnum):
@@ -114,6 +116,8 @@ class Introduction(ControlBase):
         control, data: where this node's sockets can be reached.
         client: where clients are served; only on a serving head.
         epoch: the highest epoch counter accepted so far.
+        ring: the epoch this node is a member of now.
+        peers: control addresses of other nodes that suit: who knows one node of a fleet comes to know all.
     """
 
     protocol: Annotated[int, Field(ge=0, lt=2**31)] = PROTOCOL
@@ -132,6 +136,8 @@ class Introduction(ControlBase):
     data: Address
     client: Address | None = None
     epoch: Count = 0
+    ring: Formation | None = None
+    peers: Addresses = ()
     device: Line
     pid: Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -149,25 +155,34 @@ class Welcome(Introduction):
 
 
 class Refusal(ControlBase):
-    """The answer to a greeting, or to anything before one, that does not suit."""
+    """The answer to what does not suit, a greeting above all; `serving` when a ring is open here."""
 
     type: Literal["refusal"] = "refusal"
     code: RefusalCode
     message: Sentence
+    serving: bool = False
     software: Name
     protocol: Annotated[int, Field(ge=0, lt=2**31)] = PROTOCOL
 
 
 class State(ControlBase):
-    """The changing part of an introduction, sent to every peer when it changes."""
+    """The changing part of an introduction, sent to every peer when it changes.
+
+    Args:
+        progress: share of the shard that is loaded.
+        standby: another node's claim on the same shard goes first.
+        layer_s: profiled seconds that one layer takes for a full frame; 0 when not known.
+    """
 
     type: Literal["state"] = "state"
     claim: Claim
     holds: Holding = ()
     client: Address | None = None
     epoch: Count = 0
+    ring: Formation | None = None
     progress: Share = 0.0
     standby: bool = False
+    layer_s: Seconds = 0.0
 
 
 class Assign(ControlBase):
@@ -210,7 +225,7 @@ class Open(ControlBase):
 
 
 class Close(ControlBase):
-    """From the head: the epoch is over."""
+    """From the head: the epoch is over; to the head: this member can not go on with it."""
 
     type: Literal["close"] = "close"
     epoch: Formation
@@ -287,12 +302,14 @@ class OtherVersion:
         protocol: the version it speaks.
         software: the release it says it is.
         message: a refusal's sentence; empty for the others.
+        serving: a refusal by a node whose ring is open.
     """
 
     type: str
     protocol: int
     software: str
     message: str
+    serving: bool = False
 
     def __str__(self) -> str:
         return f"protocol {self.protocol} (cascadia-p2p {self.software}) meets protocol {PROTOCOL} here"
@@ -316,7 +333,11 @@ def decode_control(data: bytes) -> ControlMessage | OtherVersion:
         raise WireError("a control message needs a field 'type' that is a string")
     if kind in _SHARED_BY_ALL_VERSIONS and type(protocol) is int and protocol != PROTOCOL:
         return OtherVersion(
-            kind, protocol, _printable(raw.get("software"), 64), _printable(raw.get("message"), 4096)
+            kind,
+            protocol,
+            _printable(raw.get("software"), 64),
+            _printable(raw.get("message"), 4096),
+            raw.get("serving") is True,
         )
     try:
         return _ADAPTER.validate_json(data)
