@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import re
 from collections.abc import Collection
 from typing import Protocol
 
@@ -11,6 +11,12 @@ from cascadia_p2p.text.tokenizer import Tokenizer
 __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
+_OPEN = re.compile(
+    rb"(?:[\xc2-\xdf]|\xe0[\xa0-\xbf]?|[\xe1-\xec\xee\xef][\x80-\xbf]?|\xed[\x80-\x9f]?"
+    rb"|\xf0(?:[\x90-\xbf][\x80-\xbf]?)?|[\xf1-\xf3][\x80-\xbf]{0,2}|\xf4(?:[\x80-\x8f][\x80-\xbf]?)?)\Z"
+)
+"""Bytes at the end that may still become a character (Unicode 16, table 3-7). Python's own incremental decoder
+also waits for surrogates, which never do."""
 _LONGEST_HOLD = 8
 """Tokens after which what still is no character never becomes one: UTF-8 needs at most four bytes."""
 
@@ -48,10 +54,14 @@ class _Bytes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._open = b""
 
     def add(self, token_id: int) -> str:
-        return self._utf8.decode(self._tokenizer.piece(token_id))
+        data = self._open + self._tokenizer.piece(token_id)
+        match = _OPEN.search(data, max(0, len(data) - 3))
+        end = match.start() if match else len(data)
+        self._open = data[end:]
+        return data[:end].decode("utf-8", "replace")
 
 
 class _Window:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -49,7 +49,8 @@ BYTE_FALLBACK = byte_fallback()
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=40))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
+@example([170, 95])
 def test_exo_17_any_token_ids_show_the_whole_decode_at_once_without_half_characters(ids: list[int]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL)
     shown = ""
