@@ -1,0 +1,181 @@
+"""The data plane's sockets: a bound PULL that a wake can interrupt, and a PUSH to one successor."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
+from cascadia_p2p.types import Endpoint
+
+COPY_THRESHOLD: Final = 262_144
+"""Bytes below which ZeroMQ copies a payload; above, it sends from the array's own memory."""
+
+WAIT_MS: Final = 250
+SEND_MS: Final = 300
+HEARTBEAT_MS: Final = 100
+HEARTBEAT_TIMEOUT_MS: Final = 3000
+MAX_HEADER: Final = 1 << 20
+
+_serial = itertools.count(1)
+
+
+class DataReceiver:
+    """A PULL socket, bound over TCP, and in the same socket the process's own wakes.
+
+    The wake travels through an in-process pipe into the PULL itself, so that one blocking receive watches
+    both: no poller stands between a frame and its computation.
+    """
+
+    def __init__(
+        self, network: Network, host: str, port: int, *, max_part: int, flag: str = "--port"
+    ) -> None:
+        self._pull = network.socket(zmq.PULL, linger_ms=0, max_part=max(max_part, MAX_HEADER))
+        self._wake = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)
+        self._lock = threading.Lock()
+        self._woken = False
+        self._closed = False
+        self._more = False
+        try:
+            self._pull.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+            self._endpoint = bind(self._pull, host, port, flag)
+            name = f"inproc://wake-{next(_serial)}"
+            self._pull.bind(name)
+            self._wake.connect(name)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The address that predecessors connect to."""
+        return self._endpoint
+
+    @property
+    def more(self) -> bool:
+        """Whether the message has another part."""
+        return self._more
+
+    def recv_header(self, wait: bool) -> bytearray | None:
+        """The next message's first part in memory of its own; see `FrameReceiver.recv_header`."""
+        if self._more:
+            self._skip()
+        try:
+            part = self._pull.recv(0 if wait else zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        if not part:
+            self._after_wake()
+            return None
+        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
+        return bytearray(part)
+
+    def recv_payload(self, out: npt.NDArray[np.float32]) -> bool:
+        """Fill `out` with the second part, without a copy of ours; see `FrameReceiver.recv_payload`."""
+        if not self._more:
+            return False
+        # A part larger than the buffer is cut without an error: its true size is what is returned.
+        size = self._pull.recv_into(out.data, flags=zmq.NOBLOCK)
+        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
+        return size == out.nbytes and not self._more
+
+    def wake(self) -> None:
+        """Make a waiting `recv_header` return; from any thread, before and after `close` too."""
+        with self._lock:
+            if self._woken or self._closed:
+                return
+            self._woken = True
+            # A full pipe means that the receiver has plenty to wake it.
+            with contextlib.suppress(zmq.Again):
+                self._wake.send(b"", zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Unbind and drop what has not been received."""
+        with self._lock:
+            self._closed = True
+            self._wake.close(linger=0)
+        self._pull.close(linger=0)
+
+    def _after_wake(self) -> None:
+        """Let the next wake through; an empty part from outside does no harm."""
+        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
+        with self._lock:
+            self._woken = False
+
+    def _skip(self) -> None:
+        while self._more:
+            self._pull.recv(zmq.NOBLOCK, copy=False)
+            self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
+
+
+class DataSender:
+    """A PUSH socket, connected once to one receiver; each epoch takes a new one."""
+
+    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+        self._push = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)
+        self._push.copy_threshold = COPY_THRESHOLD
+        self._push.setsockopt(zmq.SNDTIMEO, SEND_MS)
+        # Keeps TCP out of slow start after a pause. A full queue would make it reset the link: the head's
+        # credits keep queues short.
+        self._push.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._push.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._push.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+        try:
+            connect(self._push, endpoint)
+        except BaseException:
+            self._push.close(linger=0)
+            raise
+
+    def send(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+        """Hand over one message; False when that would block.
+
+        The payload may still be read after this returns, and is kept alive until then: never write to it.
+
+        Raises:
+            ValueError: the payload is not C-contiguous (it would be sent in memory order).
+        """
+        if payload is None:
+            return self._try(header, zmq.NOBLOCK)
+        if not payload.flags.c_contiguous:
+            raise ValueError("a payload must be C-contiguous")
+        if not self._try(header, zmq.NOBLOCK | zmq.SNDMORE):
+            return False
+        self._push.send(payload.data, zmq.NOBLOCK, copy=False)
+        return True
+
+    def wait(self, timeout_ms: int) -> None:
+        """Return when a `send` may work again, or after the timeout."""
+        self._push.poll(timeout_ms, zmq.POLLOUT)
+
+    def close(self) -> None:
+        """Disconnect and drop what has not been sent."""
+        self._push.close(linger=0)
+
+    def _try(self, part: bytes, flags: int) -> bool:
+        try:
+            self._push.send(part, flags)
+        except zmq.Again:
+            return False
+        return True
+
+
+class DataTransport:
+    """Frames over ZeroMQ."""
+
+    def __init__(self, network: Network, *, flag: str = "--port") -> None:
+        self._network = network
+        self._flag = flag
+
+    def bind(self, host: str, port: int, *, max_part: int) -> DataReceiver:
+        """A receiver at this address (port 0: any free one) that takes parts of at most `max_part` bytes."""
+        return DataReceiver(self._network, host, port, max_part=max_part, flag=self._flag)
+
+    def connect(self, endpoint: Endpoint) -> DataSender:
+        """A new sender to one receiver."""
+        return DataSender(self._network, endpoint)

@@ -1,0 +1,129 @@
+"""The process's one ZeroMQ context: it makes every socket, binds ports in words, and is closed by hand."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Final
+
+import psutil
+import zmq
+
+from cascadia_p2p.errors import PortError
+from cascadia_p2p.types import Endpoint
+
+HANDSHAKE_MS: Final = 3000
+CONNECT_TIMEOUT_MS: Final = 500
+RECONNECT_MS: Final = 100
+RECONNECT_MAX_MS: Final = 1000
+HIGH_WATER: Final = 1000
+MAX_SOCKETS: Final = 4096
+NOTHING: Final = 1 << 13
+"""Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
+
+
+class Network:
+    """A ZeroMQ context and the sockets made from it; close it in the thread that made it.
+
+    A context that the garbage collector finds still open hangs the process, hence the explicit `close`.
+    """
+
+    def __init__(self) -> None:
+        self.context = zmq.Context(io_threads=1)
+        self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+
+    def socket(self, kind: int, *, linger_ms: int, max_part: int) -> zmq.Socket[bytes]:
+        """A socket with the options that all of ours share.
+
+        Args:
+            kind: a ZeroMQ socket type.
+            linger_ms: how long closing may wait for what is unsent.
+            max_part: bytes of a received part, at most; a peer that sends more is disconnected.
+        """
+        made = self.context.socket(kind)
+        made.setsockopt(zmq.LINGER, linger_ms)
+        made.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        made.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        made.setsockopt(zmq.IMMEDIATE, 1)
+        made.setsockopt(zmq.MAXMSGSIZE, max_part)
+        made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        return made
+
+    def close(self) -> None:
+        """Close whatever is still open, then the context; a second call does nothing."""
+        if not self.context.closed:
+            self.context.destroy(linger=0)
+
+    def __enter__(self) -> Network:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def bind(made: zmq.Socket[bytes], host: str, port: int, flag: str, address_flag: str = "--bind") -> Endpoint:
+    """Bind a socket; port 0 takes any free one.
+
+    Args:
+        made: the socket.
+        host: an address of this machine, or a name of one.
+        port: 0 to 65535.
+        flag: the flag that moves the port, for the error.
+        address_flag: the flag that moves the address, for the error.
+
+    Raises:
+        PortError: the port is taken or forbidden, or the address is not of this machine.
+    """
+    address = _resolve(host, address_flag)
+    if ":" in address:
+        made.setsockopt(zmq.IPV6, 1)
+    target = f"tcp://[{address}]:{port or '*'}" if ":" in address else f"tcp://{address}:{port or '*'}"
+    try:
+        made.bind(target)
+    except zmq.ZMQError as error:
+        raise PortError(_reason(error, address, port, flag, address_flag)) from None
+    return Endpoint.parse(made.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
+    """Start connecting a socket; ZeroMQ goes on trying until the socket is closed."""
+    if ":" in endpoint.host:
+        made.setsockopt(zmq.IPV6, 1)
+    made.connect(endpoint.tcp)
+
+
+def _resolve(host: str, address_flag: str) -> str:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise PortError(
+            f"'{host}' is not an address of this machine: choose another with {address_flag}"
+        ) from None
+    return str(found[0][4][0])
+
+
+def _reason(error: zmq.ZMQError, address: str, port: int, flag: str, address_flag: str) -> str:
+    """The sentence for a failed bind."""
+    place = f"port {port} on {address}"
+    if error.errno == zmq.EADDRINUSE:
+        return f"{place} is in use{_owner(port)}: choose another with {flag}, or 0 for any free one"
+    if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+        return f"{address} is not an address of this machine: choose another with {address_flag}"
+    if error.errno == errno.EACCES:
+        return f"{place} needs more rights than this process has: choose 1024 or more with {flag}"
+    return f"{place} can not be bound ({error.strerror}): choose another with {flag}"
+
+
+def _owner(port: int) -> str:
+    """Who listens on a local port, as far as this process may know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            here = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and here and here.port == port and connection.pid:
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    except (psutil.Error, OSError):
+        return ""
+    return ""
