@@ -15,7 +15,7 @@ _OPEN = re.compile(
     rb"(?:[\xc2-\xdf]|\xe0[\xa0-\xbf]?|[\xe1-\xec\xee\xef][\x80-\xbf]?|\xed[\x80-\x9f]?"
     rb"|\xf0(?:[\x90-\xbf][\x80-\xbf]?)?|[\xf1-\xf3][\x80-\xbf]{0,2}|\xf4(?:[\x80-\x8f][\x80-\xbf]?)?)\Z"
 )
-"""Bytes at the end that may still become a character (Unicode 16, table 3-7). Python's own incremental decoder
+"""Bytes at the end that may still become a character (Unicode 16, table 3-7). Python's incremental decoder
 also waits for surrogates, which never do."""
 _LONGEST_HOLD = 8
 """Tokens after which what still is no character never becomes one: UTF-8 needs at most four bytes."""
