@@ -1,0 +1,1 @@
+"""Kernels compiled from Python: everything of a layer that is not a large matrix."""

@@ -1,0 +1,265 @@
+"""Compiling the kernels, keeping the machine code between runs, and choosing threads.
+
+Every kernel has exactly one signature. Its machine code lies in a directory of the user's cache whose name
+is a hash of all kernel sources, the compiler's version and the processor's features, so neither an edit nor
+another version or processor can meet stale code. A lock lets the first of several processes compile while
+the others wait, then load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import filelock
+import llvmlite
+import numba
+import platformdirs
+import structlog
+from numba.core import caching, codegen, sigutils
+
+__all__ = [
+    "Progress",
+    "cache_directory",
+    "kernel",
+    "part",
+    "set_threads",
+    "threads",
+    "twin_kernels",
+    "warm_up",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Progress = Callable[[str, int, int], None]
+"""Called with what was done, how many are done, and how many there are."""
+
+_APP: Final = "cascadia-p2p"
+_TBB_NAMES: Final = {"win32": "tbb12.dll", "darwin": "libtbb.12.dylib"}
+_log = structlog.get_logger()
+
+
+@cache
+def cache_directory() -> Path:
+    """Where this version of the kernels keeps its machine code for this processor."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    target = codegen.get_host_cpu_features()
+    for fact in (numba.__version__, llvmlite.__version__, sys.version, platform.machine(), target):
+        digest.update(str(fact).encode() + b"\0")
+    return platformdirs.user_cache_path(_APP, appauthor=False) / "kernels" / digest.hexdigest()[:20]
+
+
+class _Locator(caching._CacheLocator):  # type: ignore[misc]
+    """Puts a kernel's machine code into `cache_directory`, whose name holds all that it depends on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get_cache_path(self) -> str:
+        return str(cache_directory())
+
+    def get_source_stamp(self) -> str:
+        return cache_directory().name
+
+    def get_disambiguator(self) -> str:
+        return self._name
+
+
+class _Files(caching.CompileResultCacheImpl):  # type: ignore[misc]
+    def __init__(self, function: Callable[..., object], name: str) -> None:
+        self._lineno = function.__code__.co_firstlineno
+        self._locator = _Locator(name)
+        self._filename_base = self.get_filename_base(function.__name__, getattr(sys, "abiflags", ""))
+
+
+class _MachineCode(caching.Cache):  # type: ignore[misc]
+    """Numba's cache of one function, in our directory; files that can not be read count as absent."""
+
+    def __init__(self, function: Callable[..., object], name: str) -> None:
+        self._name = name
+        self._py_func = function
+        self._impl = _Files(function, name)
+        self._cache_path = self._impl.locator.get_cache_path()
+        self._cache_file = caching.IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=self._impl.locator.get_source_stamp(),
+        )
+        self.enable()
+
+    def load_overload(self, sig: object, target_context: object) -> object:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:
+            _log.warning("kernel_cache_unreadable", kernel=self._name, error=repr(error))
+            self._cache_file.flush()
+            return None
+
+    def save_overload(self, sig: object, data: object) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _log.warning("kernel_cache_not_written", kernel=self._name, error=str(error))
+
+
+@dataclass(slots=True)
+class _Kernel:
+    name: str
+    dispatcher: Any
+    signature: tuple[object, ...]
+    twin_for: bool | None
+    """True: runs where there are several threads; False: where there is one; None: everywhere."""
+    ready: bool = False
+
+    def compile(self) -> None:
+        self.dispatcher.compile(self.signature)
+        # Arrays of another type are a mistake of ours: an error, not another second of compiling.
+        self.dispatcher.disable_compile()
+        self.ready = True
+
+
+_kernels: Final[list[_Kernel]] = []
+_threads = 1
+
+
+def part(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that only kernels call; it becomes part of each of them."""
+    return cast("Callable[P, R]", numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def kernel(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function a kernel: compiled, without the interpreter's lock, kept in the cache.
+
+    Args:
+        signature: argument types in numba's notation; results go into array arguments.
+    """
+    return lambda function: _register(function, signature, parallel=False, twin_for=None)
+
+
+def twin_kernels(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a function with `prange` loops a kernel in two forms, of which `set_threads` decides.
+
+    With one thread the loops are plain ones and no thread pool is touched; only the form in use is compiled.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        serial = _register(function, signature, parallel=False, twin_for=False)
+        parallel = _register(function, signature, parallel=True, twin_for=True)
+
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            return serial(*args, **kwargs) if _threads == 1 else parallel(*args, **kwargs)
+
+        return run
+
+    return wrap
+
+
+def _register(
+    function: Callable[P, R], signature: str, *, parallel: bool, twin_for: bool | None
+) -> Callable[P, R]:
+    types, _ = sigutils.normalize_signature(signature)
+    dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
+    name = f"{function.__name__}_parallel" if parallel else function.__name__
+    dispatcher._cache = _MachineCode(function, name)
+    _kernels.append(_Kernel(name, dispatcher, types, twin_for))
+    return cast("Callable[P, R]", dispatcher)
+
+
+def warm_up(progress: Progress | None = None) -> None:
+    """Compile every kernel that the chosen number of threads needs, or load it from the cache.
+
+    Of several processes one compiles and the others wait for it. Without a writable cache directory each
+    compiles for itself.
+    """
+    needed = [item for item in _kernels if not item.ready and item.twin_for is not (_threads == 1)]
+    if not needed:
+        return
+    with _compiler_lock():
+        for done, item in enumerate(needed, 1):
+            item.compile()
+            if progress is not None:
+                progress(item.name, done, len(needed))
+
+
+class _compiler_lock:  # noqa: N801
+    """Holds the cache directory for one process; does nothing where the directory can not be made."""
+
+    def __enter__(self) -> None:
+        self._lock: filelock.BaseFileLock | None = None
+        directory = cache_directory()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(directory / "compiling.lock")
+            lock.acquire()
+            self._lock = lock
+        except OSError as error:
+            _log.warning("kernel_cache_not_writable", directory=str(directory), error=str(error))
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def threads() -> int:
+    """Threads that kernels use."""
+    return _threads
+
+
+def set_threads(count: int) -> int:
+    """Let kernels use this many threads, at most one a core; with one no thread pool is ever made.
+
+    Returns:
+        The number in force.
+    """
+    global _threads
+    _threads = max(1, min(count, int(numba.config.NUMBA_NUM_THREADS)))
+    if _threads > 1:
+        _choose_thread_pool()
+        numba.set_num_threads(_threads)
+    return _threads
+
+
+@cache
+def _choose_thread_pool() -> None:
+    """Take Intel TBB, the pool that neither slows OpenVINO down nor minds several calling threads."""
+    if _load_tbb():
+        numba.config.THREADING_LAYER = "tbb"
+    else:
+        _log.warning("tbb_not_found", advice="pip install tbb", instead="numba's default thread pool")
+
+
+def _load_tbb() -> bool:
+    """Bring the TBB library into the process; where pip puts it no loader looks."""
+    name = _TBB_NAMES.get(sys.platform, "libtbb.so.12")
+    for place in (name, *_installed(name)):
+        try:
+            ctypes.CDLL(place, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _installed(name: str) -> Iterator[str]:
+    try:
+        files = importlib.metadata.files("tbb") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for file in files:
+        if file.name == name:
+            path = Path(str(file.locate())).resolve()
+            if sys.platform == "win32":
+                os.add_dll_directory(str(path.parent))
+            yield str(path)

@@ -1,0 +1,170 @@
+"""Causal depthwise convolutions over few taps, with the inputs that a stream's next rows need kept per slot.
+
+History is a ring a slot: the input of position p lies at index p modulo the ring's depth. Going back in a
+stream therefore moves nothing; a depth of taps - 1 + R lets a stream go back by up to R positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.compiling import kernel, part
+from cascadia_p2p.engine.kernels.norms import scale_row
+from cascadia_p2p.engine.kernels.rows import I32, RowTable
+from cascadia_p2p.engine.kernels.simd import (
+    F32,
+    LANES,
+    Lanes,
+    add,
+    fma,
+    load_part,
+    mul,
+    splat,
+    store_part,
+    total,
+)
+
+
+@part
+def convolved(
+    inputs: F32, history: F32, taps: F32, row: int, ring: int, position: int, before: int, c: int
+) -> Lanes:
+    """Sixteen channels from `c` on of `convolution(input) + input` for one row.
+
+    `ring` is the row's place in history, counted in rows: slot * depth + position % depth.
+    """
+    depth, width = history.shape[1], history.shape[2]
+    last, left = taps.shape[0] - 1, width - c
+    x = load_part(inputs, row * width + c, left)
+    result = mul(x, load_part(taps, last * width + c, left))
+    first = ring // depth * depth
+    for back in range(1, min(last, position) + 1):
+        if back <= before:
+            earlier = load_part(inputs, (row - back) * width + c, left)
+        else:
+            place = ring - back
+            if place < first:
+                place += depth
+            earlier = load_part(history, place * width + c, left)
+        result = fma(earlier, load_part(taps, (last - back) * width + c, left), result)
+    return add(result, x)
+
+
+@part
+def remember(inputs: F32, history: F32, slots: I32, positions: I32, after: I32) -> None:
+    """Keep the inputs that later rows may need; call it when all rows of the frame have been convolved."""
+    depth, width = history.shape[1], history.shape[2]
+    for row in range(inputs.shape[0]):
+        if after[row] < depth:
+            place = (slots[row] * depth + positions[row] % depth) * width
+            for c in range(0, width, LANES):
+                store_part(history, place + c, load_part(inputs, row * width + c, width - c), width - c)
+
+
+@kernel(
+    "(float32[:,::1], float32[:,::1], float32[:,:,::1], float32[:,::1], int32[::1], int32[::1], int32[::1], "
+    "int32[::1], int32, int32[::1], float32[::1], float64, float32[:,::1])"
+)
+def _add_convolved(
+    x: F32,
+    inputs: F32,
+    history: F32,
+    taps: F32,
+    slots: I32,
+    positions: I32,
+    before: I32,
+    after: I32,
+    layer: int,
+    failed: I32,
+    norm: F32,
+    eps: float,
+    normed: F32,
+) -> None:
+    depth, width = history.shape[1], history.shape[2]
+    for row in range(x.shape[0]):
+        ring = slots[row] * depth + positions[row] % depth
+        squares, check = splat(0.0), splat(0.0)
+        for c in range(0, width, LANES):
+            update = convolved(inputs, history, taps, row, ring, positions[row], before[row], c)
+            value = add(load_part(x, row * width + c, width - c), update)
+            store_part(x, row * width + c, value, width - c)
+            squares = fma(value, value, squares)
+            # Zero, unless some value is infinite or not a number.
+            check = fma(value, splat(0.0), check)
+        if failed[row] < 0 and total(check) != 0.0:
+            failed[row] = layer
+        if norm.shape[0] > 0:
+            factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
+            scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
+    remember(inputs, history, slots, positions, after)
+
+
+def taps_first(weight: F32) -> F32:
+    """A convolution's weight [channels, taps] as the kernels read it: contiguous [taps, channels]."""
+    return np.ascontiguousarray(weight.T, dtype=np.float32)
+
+
+def new_history(slots: int, depth: int, channels: int) -> F32:
+    """Room for every slot's last inputs, in memory from the start: float32 [slots, depth, channels]."""
+    history = np.empty((slots, depth, channels), np.float32)
+    history.fill(0.0)
+    return history
+
+
+class ResidualConvolution:
+    """Adds `convolution(update) + update` to the residual rows and normalises the sum for what comes next.
+
+    Args:
+        weight: float32 [channels, taps].
+        slots: streams at once.
+        rewind: positions by which a stream may go back.
+        norm: float32 [channels], weight of the norm that follows; None when none does.
+        eps: of that norm.
+        layer: number that marks rows with a non-finite sum.
+    """
+
+    def __init__(
+        self, weight: F32, slots: int, rewind: int, norm: F32 | None, eps: float, layer: int
+    ) -> None:
+        channels, taps = weight.shape
+        self._taps = taps_first(weight)
+        self._history = new_history(slots, taps - 1 + rewind, channels)
+        self._norm = np.empty(0, np.float32) if norm is None else norm
+        self._eps = eps
+        self._layer = layer
+        if norm is not None:
+            expect("norm", norm, (channels,))
+
+    def __call__(self, rows: RowTable, x: F32, update: F32, normed: F32, failed: I32) -> None:
+        """Change `x` in place and fill `normed`.
+
+        Args:
+            rows: the frame's rows.
+            x: float32 [rows, channels], the residual.
+            update: float32 [rows, channels], the convolution's new inputs.
+            normed: float32 [rows, channels]; left alone when no norm follows.
+            failed: int32 [rows]; where it is negative and the row's sum is not finite, the layer is put in.
+        """
+        shape = (len(rows), self._history.shape[2])
+        expect("x", x, shape)
+        expect("update", update, shape)
+        expect("normed", normed, shape)
+        expect("failed", failed, shape[:1])
+        _add_convolved(
+            x,
+            update,
+            self._history,
+            self._taps,
+            rows.slots,
+            rows.positions,
+            rows.before,
+            rows.after,
+            self._layer,
+            failed,
+            self._norm,
+            self._eps,
+            normed,
+        )

@@ -1,0 +1,90 @@
+"""Root mean square norms of rows, alone and behind an embedding look-up."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.compiling import kernel, part
+from cascadia_p2p.engine.kernels.rows import I32
+from cascadia_p2p.engine.kernels.simd import (
+    F32,
+    LANES,
+    Real,
+    div,
+    fma,
+    load_part,
+    mul,
+    splat,
+    store_part,
+    total,
+)
+
+
+@part
+def inverse_rms(values: F32, at: int, width: int, eps: float) -> Real:
+    """1 / sqrt(mean of squares + eps) of `width` numbers from a flat index on."""
+    squares = splat(0.0)
+    for c in range(0, width, LANES):
+        x = load_part(values, at + c, width - c)
+        squares = fma(x, x, squares)
+    return np.float32(1.0 / math.sqrt(total(squares) / width + eps))
+
+
+@part
+def scale_row(source: F32, at: int, weight: F32, factor: Real, divisor: Real, out: F32, out_at: int) -> None:
+    """`out = weight * (source * factor) / divisor` over the length of `weight`, from flat indices on."""
+    width = weight.shape[0]
+    for c in range(0, width, LANES):
+        x = mul(load_part(source, at + c, width - c), splat(factor))
+        x = mul(x, load_part(weight, c, width - c))
+        store_part(out, out_at + c, div(x, splat(divisor)), width - c)
+
+
+@kernel("(float32[:,::1], float32[::1], float64, float64, float32[:,::1])")
+def _normalise(x: F32, weight: F32, eps: float, divisor: float, out: F32) -> None:
+    width = weight.shape[0]
+    for row in range(x.shape[0]):
+        factor = inverse_rms(x, row * width, width, eps)
+        scale_row(x, row * width, weight, factor, divisor, out, row * width)
+
+
+@kernel("(int32[::1], float32[:,::1], float32[::1], float64, float32[:,::1])")
+def _embed(ids: I32, table: F32, weight: F32, eps: float, out: F32) -> None:
+    width = weight.shape[0]
+    for row in range(ids.shape[0]):
+        at = ids[row] * width
+        factor = inverse_rms(table, at, width, eps)
+        scale_row(table, at, weight, factor, 1.0, out, row * width)
+
+
+def normalise(x: F32, weight: F32, eps: float, out: F32, divisor: float = 1.0) -> None:
+    """`out = weight * x / sqrt(mean(x^2) + eps) / divisor` for each row.
+
+    Args:
+        x: float32 [rows, width].
+        weight: float32 [width].
+        eps: added to the mean of squares.
+        out: float32 [rows, width]; may be `x`.
+        divisor: by which the normalised row is divided.
+    """
+    expect("weight", weight, (x.shape[1],))
+    expect("out", out, x.shape)
+    _normalise(x, weight, eps, divisor, out)
+
+
+def embed(ids: I32, table: F32, weight: F32, eps: float, out: F32) -> None:
+    """Look rows of an embedding up, and normalise them.
+
+    Args:
+        ids: int32 [rows], each 0 to vocabulary - 1; the caller has checked that.
+        table: float32 [vocabulary, width].
+        weight: float32 [width], of the norm.
+        eps: added to the mean of squares.
+        out: float32 [rows, width].
+    """
+    expect("weight", weight, (table.shape[1],))
+    expect("out", out, (len(ids), table.shape[1]))
+    _embed(ids, table, weight, eps, out)
