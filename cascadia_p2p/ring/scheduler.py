@@ -132,6 +132,8 @@ class Scheduler:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.admitting = True
+        """Whether waiting streams may start; those that run go on either way."""
         self._waiting: deque[Stream] = deque()
         self._running: dict[StreamId, Stream] = {}
         self._turns: deque[StreamId] = deque()
@@ -261,7 +263,7 @@ class Scheduler:
         return Update(stream, error=_overflow(len(stream.ids), context))
 
     def _admit(self, ring: _Ring, now: float) -> None:
-        while self._waiting and ring.free:
+        while self.admitting and self._waiting and ring.free:
             stream = self._waiting.popleft()
             stream.slot = ring.free.pop()
             if stream.started_at is None:

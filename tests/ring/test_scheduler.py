@@ -208,6 +208,17 @@ def test_reopened_ring_continues_every_stream_where_it_was() -> None:
     assert tokens == {r.stream: expected(r, 64) for r in wanted}
 
 
+def test_nothing_new_starts_while_admission_is_paused() -> None:
+    scheduler, ring = opened()
+    scheduler.submit(request(1, 3, 4), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    scheduler.admitting = False
+    scheduler.submit(request(2, 3, 4), 0.0)
+    assert {int(u.stream.request.stream) for u in drain(scheduler, ring)} == {1}
+    scheduler.admitting = True
+    assert {int(u.stream.request.stream) for u in drain(scheduler, ring)} == {2}
+
+
 def test_an_answer_out_of_order_is_an_error() -> None:
     scheduler, ring = opened()
     scheduler.submit(request(1, 3, 4), 0.0)

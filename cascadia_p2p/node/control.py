@@ -1,0 +1,268 @@
+"""The node's side of all control connections: links by number, dialled again, routed to the nodes behind them.
+
+A link is one connection over which control messages come: one that this node dialled, or one that a peer dialled
+and this node's ROUTER knows by its identity. What the messages mean is the ring machine's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from cascadia_p2p.errors import WireError
+from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard, Undecodable
+from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
+from cascadia_p2p.transport.looping import Delivery, SocketClosedError
+from cascadia_p2p.transport.network import Network
+from cascadia_p2p.types import Endpoint, Instance, NodeId
+from cascadia_p2p.wire.messages import ControlMessage, Greeting, decode_control, encode
+
+MAX_DIALLED: Final = 1024
+MAX_ACCEPTED: Final = 4096
+FORGET_AFTER_S: Final = 60.0
+"""An address that was only hinted at and never answered is dropped; a new hint dials it again."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Dialled:
+    """A connection that this node keeps up."""
+
+    link: int
+    endpoint: Endpoint
+    lasting: bool
+    task: asyncio.Task[None] | None = None
+    dialer: ControlDialer | None = None
+    owner: tuple[NodeId, Instance] | None = None
+    retry_s: float = 0.0
+    idle_since: float = 0.0
+
+
+@dataclass(slots=True)
+class _Accepted:
+    """A connection that a peer keeps up."""
+
+    link: int
+    identity: bytes
+    owner: tuple[NodeId, Instance] | None = None
+
+
+@dataclass(slots=True)
+class _Routes:
+    """The links that lead to one node."""
+
+    instance: Instance
+    links: list[int] = field(default_factory=list)
+
+
+class ControlPlane:
+    """Keeps the connections; hands every message and every loss to `emit`, in order.
+
+    Args:
+        network: makes the sockets.
+        server: this node's bound ROUTER; closed by `close`.
+        greeting: the message that a fresh connection begins with.
+        emit: takes events of the ring machine.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        server: ControlServer,
+        greeting: Callable[[], Greeting],
+        emit: Callable[[Event], None],
+    ) -> None:
+        self._network = network
+        self._server = server
+        self._greeting = greeting
+        self._emit = emit
+        self._numbers = itertools.count(1)
+        self._dialled: dict[int, _Dialled] = {}
+        self._accepted: OrderedDict[bytes, _Accepted] = OrderedDict()
+        self._accepted_by_link: dict[int, _Accepted] = {}
+        self._routes: dict[NodeId, _Routes] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # --- what the machine asks ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take messages from now on."""
+        self._serving = asyncio.create_task(self._serve(), name="control-server")
+
+    def dial(self, endpoint: Endpoint, *, lasting: bool = False) -> None:
+        """Keep a connection to this address, unless there is one; a lasting one is never given up."""
+        for known in self._dialled.values():
+            if known.endpoint == endpoint:
+                known.lasting |= lasting
+                return
+        if self._closed or len(self._dialled) >= MAX_DIALLED:
+            return
+        dialled = _Dialled(next(self._numbers), endpoint, lasting)
+        self._dialled[dialled.link] = dialled
+        dialled.task = asyncio.create_task(self._keep(dialled), name=f"dial-{endpoint}")
+
+    def route(self, link: int, node: NodeId, instance: Instance) -> None:
+        """From now on `link` leads to this node."""
+        found: _Dialled | _Accepted | None = self._dialled.get(link) or self._accepted_by_link.get(link)
+        if found is None:
+            return
+        found.owner = (node, instance)
+        routes = self._routes.get(node)
+        if routes is None or routes.instance != instance:
+            routes = self._routes[node] = _Routes(instance)
+        if link not in routes.links:
+            routes.links.append(link)
+
+    def send(self, node: NodeId, message: ControlMessage) -> bool:
+        """Send over the first of the node's links that takes it; False when none does."""
+        routes = self._routes.get(node)
+        if routes is None:
+            return False
+        data = encode(message)
+        return any(self._give(link, data) for link in routes.links)
+
+    def answer(self, link: int, message: ControlMessage) -> None:
+        """Send back over one link."""
+        self._give(link, encode(message))
+
+    def retry(self, link: int, after_s: float) -> None:
+        """End a link; if this node dialled it, dial again after a while."""
+        dialled = self._dialled.get(link)
+        if dialled is None:
+            self._forget_accepted(link)
+            return
+        dialled.retry_s = after_s
+        self._unroute(link)
+        if dialled.dialer is not None:
+            dialled.dialer.close()
+
+    def abandon(self, link: int) -> None:
+        """End a link for good."""
+        self._unroute(link)
+        self._forget_accepted(link)
+        dialled = self._dialled.pop(link, None)
+        if dialled is not None and dialled.task is not None:
+            dialled.task.cancel()
+
+    def drop_peer(self, node: NodeId, instance: Instance) -> None:
+        """Forget this instance's links; what is queued for it may be lost."""
+        routes = self._routes.get(node)
+        if routes is None or routes.instance != instance:
+            return
+        for link in list(routes.links):
+            dialled = self._dialled.get(link)
+            if dialled is not None and dialled.lasting:
+                self.retry(link, 0.0)
+            else:
+                self.abandon(link)
+        self._routes.pop(node, None)
+
+    async def close(self) -> None:
+        """Hang up everywhere; goodbyes already sent still have a second to leave."""
+        self._closed = True
+        tasks = [dialled.task for dialled in self._dialled.values() if dialled.task is not None]
+        if self._serving is not None:
+            tasks.append(self._serving)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._server.close()
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _give(self, link: int, data: bytes) -> bool:
+        dialled = self._dialled.get(link)
+        if dialled is not None:
+            return dialled.dialer is not None and dialled.dialer.send(data) is Delivery.SENT
+        accepted = self._accepted_by_link.get(link)
+        return accepted is not None and self._server.reply(accepted.identity, data) is Delivery.SENT
+
+    def _unroute(self, link: int) -> None:
+        for node, routes in list(self._routes.items()):
+            if link in routes.links:
+                routes.links.remove(link)
+                if not routes.links:
+                    del self._routes[node]
+
+    def _forget_accepted(self, link: int) -> None:
+        accepted = self._accepted_by_link.pop(link, None)
+        if accepted is not None:
+            self._accepted.pop(accepted.identity, None)
+            self._unroute(link)
+
+    async def _serve(self) -> None:
+        with contextlib.suppress(SocketClosedError):
+            while True:
+                call = await self._server.receive()
+                accepted = self._accepted.get(call.identity)
+                if accepted is None:
+                    accepted = _Accepted(next(self._numbers), call.identity)
+                    self._accepted[call.identity] = accepted
+                    self._accepted_by_link[accepted.link] = accepted
+                self._accepted.move_to_end(call.identity)
+                if len(self._accepted) > MAX_ACCEPTED:
+                    self._forget_accepted(next(iter(self._accepted.values())).link)
+                self._take(call.data, accepted.link, _who(accepted.owner))
+
+    def _take(self, data: bytes, link: int, source: str) -> None:
+        try:
+            message = decode_control(data)
+        except WireError as error:
+            self._emit(Undecodable(link, source, str(error)))
+        else:
+            self._emit(Heard(message, link, source))
+
+    async def _keep(self, dialled: _Dialled) -> None:
+        """Dial, listen, and dial again for as long as the link is wanted."""
+        loop = asyncio.get_running_loop()
+        dialled.idle_since = loop.time()
+        try:
+            while True:
+                dialled.dialer = ControlDialer(self._network, dialled.endpoint)
+                with contextlib.suppress(SocketClosedError):
+                    if not await self._listen(dialled, dialled.dialer):
+                        return
+                await asyncio.sleep(dialled.retry_s)
+        finally:
+            if dialled.dialer is not None:
+                dialled.dialer.close()
+            self._unroute(dialled.link)
+            self._dialled.pop(dialled.link, None)
+
+    async def _listen(self, dialled: _Dialled, dialer: ControlDialer) -> bool:
+        """Take what comes over one socket; False when the address is to be forgotten."""
+        loop = asyncio.get_running_loop()
+        while True:
+            happened = await dialer.receive()
+            if isinstance(happened, bytes):
+                self._take(happened, dialled.link, str(dialled.endpoint))
+                continue
+            owner = dialled.owner
+            if happened is Dial.CONNECTED:
+                dialled.idle_since = loop.time()
+                dialer.send(encode(self._greeting()))
+                continue
+            if happened is Dial.HANDSHAKE_FAILED:
+                _log.debug("not_a_node", message=f"what listens at {dialled.endpoint} is not a node of ours")
+            if owner is not None and happened is Dial.DISCONNECTED:
+                self._emit(ConnectionLost(*owner))
+            elif owner is not None and happened is Dial.REFUSED:
+                self._emit(ConnectionRefused(*owner))
+            if not dialer.connected and not dialled.lasting:
+                if happened is Dial.DISCONNECTED:
+                    dialled.idle_since = loop.time()
+                if loop.time() - dialled.idle_since > FORGET_AFTER_S:
+                    return False
+
+
+def _who(owner: tuple[NodeId, Instance] | None) -> str:
+    return "an unknown address" if owner is None else f"node {owner[0]}"
