@@ -104,12 +104,17 @@ def _larger(builder: _Builder, a: _Value, b: _Value) -> _Value:
 
 
 def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
-    """Take out multiples of ln 2, a polynomial on the rest (Cephes `expf`), then scale by the power of
-    two.""" (x,) = arguments # Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum;
-    integer conversion of a # non-finite number would be undefined. magic = _constant(12582912.0) shifted =
-    _fma(builder, x, _constant(1.4426950408889634), magic) n = builder.fsub(shifted, magic) r =
-    _fma(builder, n, _constant(-0.693359375), x) r = _fma(builder, n, _constant(2.12194440e-4), r) p =
-    _constant(1.9875691500e-4) for coefficient in (
+    """Take out multiples of ln 2, then a polynomial (Cephes `expf`), then scale by the power of two."""
+    (x,) = arguments
+    # Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum; integer conversion of a
+    # non-finite number would be undefined.
+    magic = _constant(12582912.0)
+    shifted = _fma(builder, x, _constant(1.4426950408889634), magic)
+    n = builder.fsub(shifted, magic)
+    r = _fma(builder, n, _constant(-0.693359375), x)
+    r = _fma(builder, n, _constant(2.12194440e-4), r)
+    p = _constant(1.9875691500e-4)
+    for coefficient in (
         1.3981999507e-3,
         8.3334519073e-3,
         4.1665795894e-2,
