@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -65,8 +65,8 @@ class ModelLayout:
     embed: tuple[TensorPlan, ...]
     layers: tuple[tuple[TensorPlan, ...], ...]
     head: tuple[TensorPlan, ...]
-    skipped: dict[str, tuple[str, ...]]
-    unknown: tuple[str, ...]
+    skipped: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
 
     def tensors(self) -> tuple[TensorPlan, ...]:
         """Every tensor, in the order of the model."""

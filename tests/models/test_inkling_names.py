@@ -179,7 +179,7 @@ def test_quantised_experts_are_refused_in_words() -> None:
 def test_the_embedding_tells_the_spelling() -> None:
     assert find_spelling(NAMES_A) is Spelling.A
     assert find_spelling(NAMES_B) is Spelling.B
-    with pytest.raises(CheckpointError, match="it has transformer.wte.weight"):
+    with pytest.raises(CheckpointError, match=r"it has transformer\.wte\.weight"):
         find_spelling(["transformer.wte.weight"])
     with pytest.raises(CheckpointError, match="it has no tensors"):
         find_spelling([])

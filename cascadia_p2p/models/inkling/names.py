@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from enum import StrEnum
 
 from cascadia_p2p.errors import CheckpointError
@@ -71,6 +72,13 @@ def find_spelling(names: Collection[str]) -> Spelling:
     return found[0]
 
 
+def plan_tensors(config: InklingConfig, spelling: Spelling) -> ModelLayout:
+    """Say which tensors the model has and how a checkpoint in this spelling keeps each."""
+    naming = _Naming(config, spelling)
+    layers = tuple(naming.layer(index) for index in range(config.layers))
+    return ModelLayout(naming.embed(), layers, naming.head())
+
+
 def layout(config: InklingConfig, names: Collection[str]) -> ModelLayout:
     """Say which tensors the model has and where the checkpoint with these tensor names keeps each.
 
@@ -82,10 +90,8 @@ def layout(config: InklingConfig, names: Collection[str]) -> ModelLayout:
             f"the checkpoint's experts are quantised (it has {names_in_words(quantised, 1)}): "
             "reading NVFP4 comes with a later version, export from the BF16 checkpoint"
         )
-    naming = _Naming(config, find_spelling(names))
-    embed, head = naming.embed(), naming.head()
-    layers = tuple(naming.layer(index) for index in range(config.layers))
-    needed = {plan.source for part in (embed, *layers, head) for plan in part}
+    plans = plan_tensors(config, find_spelling(names))
+    needed = {plan.source for plan in plans.tensors()}
     present = set(names)
     if missing := needed - present:
         raise CheckpointError(
@@ -96,7 +102,7 @@ def layout(config: InklingConfig, names: Collection[str]) -> ModelLayout:
     skipped = {part: tuple(sorted(n for n in rest if form.match(n))) for part, form in _LEFT_OUT}
     skipped = {part: found for part, found in skipped.items() if found}
     unknown = rest.difference(*skipped.values())
-    return ModelLayout(embed, layers, head, skipped, tuple(sorted(unknown)))
+    return replace(plans, skipped=skipped, unknown=tuple(sorted(unknown)))
 
 
 class _Naming:
