@@ -1,0 +1,208 @@
+"""Joins mDNS and static peers into one stream of control addresses worth greeting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from cascadia_p2p.discovery.interfaces import Address, list_interfaces
+from cascadia_p2p.discovery.mdns import Found, Mdns
+from cascadia_p2p.discovery.peers import StaticPeers
+from cascadia_p2p.discovery.txt import Announcement
+from cascadia_p2p.discovery.watch import Change, NetworkWatch
+from cascadia_p2p.discovery.words import alone_sentence
+from cascadia_p2p.types import Endpoint, Instance
+
+__all__ = ["Candidate", "Discovery"]
+
+_LOOK = 3.0
+_MAX_PENDING = 1024
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A control address that may belong to a node of this fleet.
+
+    Args:
+        endpoint: numeric host and control port.
+        announcement: what the node said by mDNS; None for a static peer. The greeting must confirm it.
+        peer: the static peer as the user named it; None for mDNS.
+    """
+
+    endpoint: Endpoint
+    announcement: Announcement | None = None
+    peer: Endpoint | None = None
+
+    @property
+    def instance(self) -> Instance | None:
+        """The instance that announced itself, if any."""
+        return self.announcement.instance if self.announcement else None
+
+
+class Discovery:
+    """Finds nodes for as long as it runs, and never fails for want of a network.
+
+    Iterate over it to get candidates. The same candidate comes again and again (static peers after 0.2 to
+    5 s, mDNS ones with each round of questions) until `reached` is called for it; `lost` starts it anew.
+
+    Args:
+        fleet: only its nodes are reported.
+        address: the address to speak at and to announce, from `choose_address`.
+        instance: this node's own, which is not reported.
+        peers: static peers.
+        mdns: whether to use mDNS.
+        bind: what the user asked to bind, for following changes of the network.
+        moved: called in the event loop with the new address after the old one is gone.
+        alone_s: seconds without any node of the fleet after which a warning is logged, once each time.
+    """
+
+    def __init__(
+        self,
+        fleet: str,
+        address: Address,
+        *,
+        instance: Instance | None = None,
+        peers: Sequence[Endpoint] = (),
+        mdns: bool = True,
+        bind: str | None = None,
+        moved: Callable[[Address], None] | None = None,
+        alone_s: float = 10.0,
+    ) -> None:
+        self._fleet = fleet
+        self._watch = NetworkWatch(bind, address)
+        self._moved = moved
+        self._alone_s = alone_s
+        self._started = time.monotonic()
+        self._peers = StaticPeers(peers, self._offer_peer)
+        self._mdns = Mdns([address], fleet, instance, self._offer_found) if mdns else None
+        self._pending: dict[tuple[Endpoint, Instance | None], Candidate] = {}
+        self._more = asyncio.Event()
+        self._reached: set[tuple[Endpoint, Instance | None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def address(self) -> Address:
+        """The address in use."""
+        return self._watch.address
+
+    @property
+    def mdns(self) -> Mdns | None:
+        """The mDNS side, for its counts; None when it is off."""
+        return self._mdns
+
+    async def start(self, announcement: Announcement | None = None) -> None:
+        """Begin; a failing mDNS is a warning in the log."""
+        self._started = time.monotonic()
+        if self._mdns is not None:
+            self._mdns.start(announcement)
+        self._peers.start()
+        self._tasks = [
+            asyncio.create_task(self._watch_network()),
+            asyncio.create_task(self._watch_loneliness()),
+        ]
+
+    async def stop(self) -> None:
+        """Say goodbye and end; may be called twice."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        await self._peers.stop()
+        if self._mdns is not None:
+            await self._mdns.stop()
+
+    def announce(self, announcement: Announcement) -> None:
+        """Announce something else from now on."""
+        if self._mdns is not None:
+            self._mdns.announce(announcement)
+
+    def expect_more(self, incomplete: bool) -> None:
+        """Whether nodes are missing: decides how often to ask."""
+        if self._mdns is not None:
+            self._mdns.expect_more(incomplete)
+
+    def reached(self, candidate: Candidate) -> None:
+        """The greeting succeeded, or the address turned out to be this node's own: offer it no longer."""
+        self._reached.add(_key(candidate))
+        if candidate.peer is not None:
+            self._peers.reached(candidate.peer)
+
+    def lost(self, candidate: Candidate) -> None:
+        """The connection is gone: offer it again."""
+        self._reached.discard(_key(candidate))
+        if candidate.peer is not None:
+            self._peers.lost(candidate.peer)
+        elif self._mdns is not None:
+            for found in self._mdns.known:
+                if candidate.endpoint in found.endpoints:
+                    self._offer_found(found)
+
+    def __aiter__(self) -> AsyncIterator[Candidate]:
+        return self
+
+    async def __anext__(self) -> Candidate:
+        """The next candidate; waits for one."""
+        while not self._pending:
+            self._more.clear()
+            await self._more.wait()
+        return self._pending.pop(next(iter(self._pending)))
+
+    def explain_alone(self) -> str:
+        """Why this node may see no other, with counts and what to do next."""
+        return alone_sentence(
+            self._fleet,
+            self._watch.address,
+            time.monotonic() - self._started,
+            self._mdns,
+            self._peers.problems,
+        )
+
+    def _offer_found(self, found: Found) -> None:
+        for endpoint in found.endpoints:
+            self._offer(Candidate(endpoint, found.announcement))
+
+    def _offer_peer(self, peer: Endpoint, endpoint: Endpoint) -> None:
+        self._offer(Candidate(endpoint, peer=peer))
+
+    def _offer(self, candidate: Candidate) -> None:
+        key = _key(candidate)
+        if key in self._reached or len(self._pending) >= _MAX_PENDING:
+            return
+        self._pending[key] = candidate
+        self._more.set()
+
+    async def _watch_network(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK)
+            interfaces = await asyncio.to_thread(list_interfaces)
+            change = self._watch.look(interfaces, time.monotonic(), time.time())
+            if change is Change.NONE:
+                continue
+            address = self._watch.address
+            if change is Change.MOVED:
+                _log.warning("address_changed", message=f"this node's address is {address} now")
+            if self._mdns is not None:
+                self._mdns.reopen([address])
+            if change is Change.MOVED and self._moved is not None:
+                self._moved(address)
+
+    async def _watch_loneliness(self) -> None:
+        since = time.monotonic()
+        told = False
+        while True:
+            await asyncio.sleep(min(1.0, self._alone_s / 4))
+            if self._reached or (self._mdns is not None and self._mdns.known):
+                since, told = time.monotonic(), False
+            elif not told and time.monotonic() - since >= self._alone_s:
+                told = True
+                _log.warning("alone", message=self.explain_alone())
+
+
+def _key(candidate: Candidate) -> tuple[Endpoint, Instance | None]:
+    return candidate.endpoint, candidate.instance

@@ -1,0 +1,123 @@
+"""Counts of mDNS packets, taken at zeroconf's own sockets, to tell a blocked network from an empty one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from zeroconf import Zeroconf
+from zeroconf._protocol.outgoing import DNSOutgoing
+
+__all__ = ["CountedZeroconf", "Traffic"]
+
+_MULTICAST_ALL = {socket.AF_INET: (socket.IPPROTO_IP, 49), socket.AF_INET6: (socket.IPPROTO_IPV6, 29)}
+"""Linux's IP_MULTICAST_ALL and IPV6_MULTICAST_ALL, which Python does not name."""
+_MAX_HOSTS = 64
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Packets at the mDNS sockets since they were opened.
+
+    Args:
+        sent: packets handed to the system.
+        failed: packets that the system refused, and the last reason.
+        echoed: own packets that came back, as multicast does.
+        local: packets from other programs on this machine.
+        others: packets from other machines.
+        damaged: packets that zeroconf failed at.
+        dropped: names not looked up because too many came at once.
+        hosts: addresses of other machines, at most 64.
+    """
+
+    sent: int = 0
+    failed: int = 0
+    failure: str = ""
+    echoed: int = 0
+    local: int = 0
+    others: int = 0
+    damaged: int = 0
+    dropped: int = 0
+    hosts: set[str] = field(default_factory=set)
+    own: frozenset[str] = frozenset()
+    _recent: deque[bytes] = field(default_factory=lambda: deque(maxlen=128))
+
+    def count_sent(self, packets: list[bytes]) -> None:
+        """Note packets on their way out."""
+        self.sent += len(packets)
+        self._recent.extend(packets)
+
+    def count_received(self, data: bytes, host: str) -> None:
+        """Note a packet that came in."""
+        if host not in self.own:
+            self.others += 1
+            if len(self.hosts) < _MAX_HOSTS:
+                self.hosts.add(host)
+        elif data in self._recent:
+            self.echoed += 1
+        else:
+            self.local += 1
+
+    def count_failure(self, error: Exception) -> None:
+        """Note a packet that the system refused."""
+        self.failed += 1
+        self.failure = (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+class CountedZeroconf(Zeroconf):
+    """zeroconf that counts its packets, and hears only the interfaces that it was given."""
+
+    def __init__(self, interfaces: list[str | int], traffic: Traffic) -> None:
+        self._traffic = traffic
+        super().__init__(interfaces=list(interfaces), use_asyncio=True)
+
+    def async_send(self, out: DNSOutgoing, *args: Any, **kwargs: Any) -> None:
+        """Count and send."""
+        if not self.done:
+            self._traffic.count_sent(out.packets())
+        super().async_send(out, *args, **kwargs)
+
+    def observe(self) -> None:
+        """Count at the sockets from now on; call once after the start."""
+        for reader in self.engine.readers:
+            transport = reader.transport
+            transport.set_protocol(_Observer(cast(_Listener, transport.get_protocol()), self._traffic))
+            _hear_given_interfaces_only(reader.sock)
+
+
+class _Listener(Protocol):
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None: ...
+    def connection_lost(self, exc: Exception | None) -> None: ...
+
+
+class _Observer(asyncio.DatagramProtocol):
+    """Stands between a socket and zeroconf."""
+
+    def __init__(self, inner: _Listener, traffic: Traffic) -> None:
+        self._inner = inner
+        self._traffic = traffic
+
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
+        self._traffic.count_received(data, str(addr[0]).partition("%")[0])
+        try:
+            self._inner.datagram_received(data, addr)
+        except Exception:
+            self._traffic.damaged += 1
+
+    def error_received(self, exc: Exception) -> None:
+        self._traffic.count_failure(exc)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+
+def _hear_given_interfaces_only(sock: socket.socket) -> None:
+    # Otherwise Linux also delivers what any other program on this machine has joined, on any interface.
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            sock.setsockopt(*_MULTICAST_ALL[sock.family], 0)
