@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from typing import Final
@@ -18,6 +19,7 @@ RECONNECT_MS: Final = 100
 RECONNECT_MAX_MS: Final = 1000
 HIGH_WATER: Final = 1000
 MAX_SOCKETS: Final = 4096
+MAX_DESCRIPTORS: Final = 65_536
 NOTHING: Final = 1 << 13
 """Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
 
@@ -31,6 +33,8 @@ class Network:
     def __init__(self) -> None:
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        # Held here so that none is left to the garbage collector before `close`.
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def socket(self, kind: int, *, linger_ms: int, max_part: int) -> zmq.Socket[bytes]:
         """A socket with the options that all of ours share.
@@ -50,12 +54,15 @@ class Network:
         made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._sockets = [one for one in self._sockets if not one.closed]
+        self._sockets.append(made)
         return made
 
     def close(self) -> None:
         """Close whatever is still open, then the context; a second call does nothing."""
         if not self.context.closed:
             self.context.destroy(linger=0)
+            self._sockets.clear()
 
     def __enter__(self) -> Network:
         return self
@@ -93,6 +100,21 @@ def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     if ":" in endpoint.host:
         made.setsockopt(zmq.IPV6, 1)
     made.connect(endpoint.tcp)
+
+
+def allow_many_descriptors() -> None:
+    """Raise this process's limit of open descriptors as far as it may, where the system has such a limit.
+
+    At the limit ZeroMQ's I/O thread spins without being able to take or to end a connection.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _resolve(host: str, address_flag: str) -> str:

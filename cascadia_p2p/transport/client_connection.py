@@ -1,0 +1,371 @@
+"""A client's connection to the head: a DEALER that sends what a REQ would, and knows when the head is gone.
+
+Each request travels behind a tag of its own, which the head returns with the reply: a late reply to an
+earlier request can not be taken for the next one's. After any failure the next request gets a new socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from typing import Final
+
+import zmq
+
+from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.transport.looping import (
+    Delivery,
+    LoopSocket,
+    Monitor,
+    Signal,
+    SocketClosedError,
+    parse_event,
+)
+from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect
+from cascadia_p2p.types import Endpoint
+
+CONNECT_TIMEOUT_S: Final = 3.0
+HEARTBEAT_MS: Final = 500
+HEARTBEAT_TIMEOUT_MS: Final = 3000
+MAX_REPLY_PART: Final = 1 << 23
+TAG_BYTES: Final = 8
+
+_EVENTS: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def _dealer(network: Network) -> zmq.Socket[bytes]:
+    made = network.socket(zmq.DEALER, linger_ms=0, max_part=MAX_REPLY_PART)
+    made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    return made
+
+
+def _failure(event: zmq.Event) -> str | None:
+    """What an event says about a connection attempt; "" for success, None for nothing."""
+    match event:
+        case zmq.Event.HANDSHAKE_SUCCEEDED:
+            return ""
+        case zmq.Event.CLOSED:
+            return "nothing listens there"
+        case zmq.Event.DISCONNECTED:
+            return None
+    return "what listens there does not speak this protocol"
+
+
+def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
+    return UnreachableError(f"no head node answers at {endpoint}: {reason}; check the address and 'status'")
+
+
+def _lost(endpoint: Endpoint) -> UnreachableError:
+    return UnreachableError(
+        f"the connection to the head node at {endpoint} was lost before its reply: ask again"
+    )
+
+
+def _late(endpoint: Endpoint, timeout_s: float) -> UnreachableError:
+    return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:g} s: ask again")
+
+
+def _reply_of(parts: list[zmq.Frame]) -> tuple[bytes, bytes] | None:
+    """Tag and body of a reply, None for another shape."""
+    if len(parts) != 3 or len(parts[1]) or len(parts[0]) != TAG_BYTES:
+        return None
+    return parts[0].bytes, parts[2].bytes
+
+
+class _Line:
+    """One DEALER and the events of its connection, without a loop."""
+
+    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+        self.dealer = _dealer(network)
+        self.monitor = self.dealer.get_monitor_socket(_EVENTS)
+        self._poller = zmq.Poller()
+        self._poller.register(self.dealer, zmq.POLLIN)
+        self._poller.register(self.monitor, zmq.POLLIN)
+        connect(self.dealer, endpoint)
+
+    def wait(self, deadline: float | None) -> bool:
+        """Wait for a message or an event; False when the time is over."""
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return False
+        self._poller.poll(None if left is None else int(left * 1000) + 1)
+        return True
+
+    def event(self) -> zmq.Event | None:
+        """The next event, or None."""
+        try:
+            return parse_event(self.monitor.recv_multipart(zmq.NOBLOCK, copy=False)).event
+        except zmq.Again:
+            return None
+
+    def lost(self) -> bool:
+        """Whether the connection has ended."""
+        while (event := self.event()) is not None:
+            if event == zmq.Event.DISCONNECTED:
+                return True
+        return False
+
+    def message(self) -> list[zmq.Frame] | None:
+        """The next message, or None."""
+        try:
+            return self.dealer.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        """Hang up."""
+        self.dealer.disable_monitor()
+        self.monitor.close(linger=0)
+        self.dealer.close(linger=0)
+
+
+class ClientConnection:
+    """The blocking connection; one request at a time, in one thread.
+
+    Args:
+        endpoint: the head's client address.
+        connect_timeout_s: how long connecting may take, in seconds.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self.late = 0
+        """Replies to earlier requests that came and were dropped."""
+        self._connect_timeout_s = connect_timeout_s
+        self._network = Network()
+        self._line: _Line | None = None
+
+    def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
+        """The reply to one request.
+
+        Args:
+            data: the request's JSON.
+            timeout_s: how long the reply may take, in seconds; None for as long as the head lives.
+
+        Raises:
+            UnreachableError: nobody answers, the head went away, or the time is over.
+        """
+        try:
+            line = self._connected()
+            return self._exchange(line, data, timeout_s)
+        except BaseException:
+            self._drop()
+            raise
+
+    def close(self) -> None:
+        """Hang up; the head cancels what it still does for this connection."""
+        self._drop()
+        self._network.close()
+
+    def __enter__(self) -> ClientConnection:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _connected(self) -> _Line:
+        """The open line, or a new one."""
+        if self._line is not None and self._line.lost():
+            self._drop()
+        if self._line is None:
+            self._line = _Line(self._network, self.endpoint)
+            _await_handshake(self._line, self.endpoint, self._connect_timeout_s)
+        return self._line
+
+    def _exchange(self, line: _Line, data: bytes, timeout_s: float | None) -> bytes:
+        tag = os.urandom(TAG_BYTES)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            line.dealer.send_multipart([tag, b"", data], zmq.NOBLOCK)
+        except zmq.Again:
+            raise _lost(self.endpoint) from None
+        while True:
+            lost = line.lost()
+            while (parts := line.message()) is not None:
+                reply = _reply_of(parts)
+                if reply is not None and reply[0] == tag:
+                    return reply[1]
+                self.late += 1
+            if lost:
+                raise _lost(self.endpoint)
+            if not line.wait(deadline):
+                raise _late(self.endpoint, timeout_s or 0.0)
+
+    def _drop(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
+def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    reason = "nothing came back"
+    while line.wait(deadline):
+        while (event := line.event()) is not None:
+            failure = _failure(event)
+            # The handshake's event runs ahead of the connection's readiness.
+            if failure == "" and line.dealer.poll(CONNECT_TIMEOUT_MS, zmq.POLLOUT):
+                return
+            reason = failure or reason
+    raise _unreachable(endpoint, reason)
+
+
+class AsyncClientConnection:
+    """The connection in an event loop; any number of requests at a time.
+
+    Args:
+        endpoint: the head's client address.
+        connect_timeout_s: how long connecting may take, in seconds.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self.endpoint = endpoint
+        self.late = 0
+        """Replies that came when nobody waited for them any more."""
+        self._connect_timeout_s = connect_timeout_s
+        self._network = Network()
+        self._connecting = asyncio.Lock()
+        self._line: _LoopLine | None = None
+
+    async def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
+        """The reply to one request; see `ClientConnection.request`. Cancelling it gives the reply up."""
+        async with self._connecting:
+            line = await self._connected()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await line.exchange(data)
+        except TimeoutError:
+            raise _late(self.endpoint, timeout_s or 0.0) from None
+        finally:
+            self.late += line.late
+            line.late = 0
+
+    async def close(self) -> None:
+        """Hang up; the head cancels what it still does for this connection."""
+        if self._line is not None:
+            await self._line.close()
+            self._line = None
+        self._network.close()
+
+    async def __aenter__(self) -> AsyncClientConnection:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _connected(self) -> _LoopLine:
+        """The open line, or a new one."""
+        if self._line is not None and self._line.over:
+            await self._line.close()
+            self._line = None
+        if self._line is None:
+            line = _LoopLine(self._network, self.endpoint)
+            try:
+                await line.open(self._connect_timeout_s)
+            except BaseException:
+                await line.close()
+                raise
+            self._line = line
+        return self._line
+
+
+class _LoopLine:
+    """One DEALER in the loop, and a task that hands each reply to whoever waits for it."""
+
+    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+        self.late = 0
+        self.over = False
+        """The connection ended, or its only request was given up: the next request takes a new line."""
+        self._endpoint = endpoint
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        dealer = _dealer(network)
+        self._signal = Signal()
+        self._monitor = Monitor(dealer, _EVENTS, self._signal)
+        self._socket = LoopSocket(dealer, self._signal)
+        connect(dealer, endpoint)
+        self._reader: asyncio.Task[None] | None = None
+
+    async def open(self, timeout_s: float) -> None:
+        """Wait until the head is there, then start reading."""
+        reason, shaken = "nothing came back", False
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    self._signal.clear()
+                    while (event := self._monitor.take()) is not None:
+                        failure = _failure(event.event)
+                        shaken = shaken or failure == ""
+                        reason = failure or reason
+                    # The handshake's event runs ahead of the connection's readiness.
+                    if shaken and self._socket.writable():
+                        self._reader = asyncio.create_task(self._read())
+                        return
+                    await self._signal.wait()
+        except TimeoutError:
+            raise _unreachable(self._endpoint, reason) from None
+
+    async def exchange(self, data: bytes) -> bytes:
+        """Send a request and wait for its reply."""
+        tag = os.urandom(TAG_BYTES)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[tag] = future
+        try:
+            if self._socket.give([tag, b"", data]) is not Delivery.SENT:
+                self.over = True
+                raise _lost(self._endpoint)
+            reply: bytes = await future
+            return reply
+        finally:
+            self._waiting.pop(tag, None)
+            gave_up = not future.done() or future.cancelled()
+            if gave_up and not self._waiting:
+                self.over = True
+
+    async def close(self) -> None:
+        """Hang up; requests that still wait fail."""
+        self.over = True
+        self._signal.close()
+        if self._reader is not None:
+            with contextlib.suppress(SocketClosedError):
+                await self._reader
+        self._fail()
+        self._monitor.close()
+        self._socket.close(0)
+
+    async def _read(self) -> None:
+        while True:
+            self._signal.clear()
+            ended = False
+            while (event := self._monitor.take()) is not None:
+                ended = ended or event.event == zmq.Event.DISCONNECTED
+            while (parts := self._socket.take()) is not None:
+                self._deliver(parts)
+            if ended:
+                self.over = True
+                self._fail()
+                return
+            await self._signal.wait()
+
+    def _deliver(self, parts: list[zmq.Frame]) -> None:
+        reply = _reply_of(parts)
+        future = self._waiting.pop(reply[0], None) if reply else None
+        if reply is None or future is None or future.done():
+            self.late += 1
+        else:
+            future.set_result(reply[1])
+
+    def _fail(self) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(_lost(self._endpoint))

@@ -1,0 +1,185 @@
+"""The head's client socket: one ROUTER on several addresses that notices when a client vanishes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import zmq
+
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent
+from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
+from cascadia_p2p.types import Endpoint
+
+LINGER_MS: Final = 1000
+MAX_REQUEST_PART: Final = 1 << 23
+MAX_ENVELOPE_PARTS: Final = 8
+MAX_ENVELOPE_BYTES: Final = 512
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 3000
+
+_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way back to a client.
+
+    Args:
+        identity: the ROUTER's name for it.
+        envelope: the parts that came before the first empty one; None where there was no empty part.
+        connection: a number of our own for its connection, never used again.
+    """
+
+    identity: bytes
+    envelope: tuple[bytes, ...] | None
+    connection: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClientCall:
+    """A request's bytes."""
+
+    route: Route
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFault:
+    """A message that has not the shape of a request, and why, in a sentence."""
+
+    route: Route
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """A connection ended; nothing sent to its routes arrives any more."""
+
+    connection: int
+
+
+ClientEvent: TypeAlias = ClientCall | ClientFault | ClientGone
+
+
+class ClientServer:
+    """Serves clients that send one JSON part behind an empty one: REQ, or DEALER with the same envelope."""
+
+    def __init__(self, network: Network) -> None:
+        allow_many_descriptors()
+        made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_PART)
+        try:
+            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+            made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+            self._signal = Signal()
+            self._monitor = Monitor(made, _EVENTS, self._signal)
+            self._socket = LoopSocket(made, self._signal)
+        except BaseException:
+            made.close(linger=0)
+            raise
+        self.endpoints: list[Endpoint] = []
+        self.faults = 0
+        """Messages without the shape of a request."""
+        self._open: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._serial = 0
+        self._waiting: deque[ClientEvent] = deque()
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return len(self._open)
+
+    def bind(self, host: str, port: int, *, flag: str = "--client-port") -> Endpoint:
+        """Serve at one more address; port 0 takes any free one.
+
+        Raises:
+            PortError: see `network.bind`.
+        """
+        endpoint = bind(self._socket.zmq, host, port, flag)
+        self.endpoints.append(endpoint)
+        return endpoint
+
+    async def receive(self) -> ClientEvent:
+        """The next request, misshapen message or end of a connection; safe to cancel."""
+        while True:
+            self._signal.clear()
+            self._follow_connections()
+            if self._waiting:
+                return self._waiting.popleft()
+            if (parts := self._socket.take()) is not None:
+                # A descriptor may be in use again: its history up to now decides whose message this is.
+                self._follow_connections()
+                self._accept(parts)
+                continue
+            await self._signal.wait()
+
+    def reply(self, route: Route, data: bytes) -> Delivery:
+        """Send to a client without waiting; FULL means that it does not take what it got before."""
+        if route.envelope is None:
+            return self._socket.give([route.identity, data])
+        return self._socket.give([route.identity, *route.envelope, b"", data])
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Unbind; what is queued still has `linger_ms` to leave."""
+        self._signal.close()
+        self._monitor.close()
+        self._socket.close(linger_ms)
+
+    def _follow_connections(self) -> None:
+        while (event := self._monitor.take()) is not None:
+            if event.event == zmq.Event.ACCEPTED:
+                self._end(event)
+                self._ended.discard(event.value)
+                self._open[event.value] = self._next()
+            else:
+                self._end(event)
+
+    def _end(self, event: SocketEvent) -> None:
+        """Report the connection that had this descriptor."""
+        connection = self._open.pop(event.value, None)
+        if connection is not None:
+            self._ended.add(event.value)
+            self._waiting.append(ClientGone(connection))
+
+    def _next(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _accept(self, parts: list[zmq.Frame]) -> None:
+        """Queue what a message is, and behind it the end of its connection if that came first."""
+        descriptor = parts[-1].get(zmq.SRCFD)
+        ended = descriptor in self._ended
+        if ended:
+            connection = self._next()
+        else:
+            connection = self._open.setdefault(descriptor, self._serial + 1)
+            self._serial = max(self._serial, connection)
+        event = read_request(parts, connection)
+        self.faults += isinstance(event, ClientFault)
+        self._waiting.append(event)
+        if ended:
+            self._waiting.append(ClientGone(connection))
+
+
+def read_request(parts: list[zmq.Frame], connection: int) -> ClientCall | ClientFault:
+    """Split a message into the way back (all up to the first empty part) and the request."""
+    identity = parts[0].bytes
+    empty = next((at for at in range(1, len(parts)) if not len(parts[at])), None)
+    if empty is None:
+        route = Route(identity, None, connection)
+        return ClientFault(route, "a request needs an empty part before it, as a REQ socket sends")
+    envelope = parts[1:empty]
+    if len(envelope) > MAX_ENVELOPE_PARTS or sum(map(len, envelope)) > MAX_ENVELOPE_BYTES:
+        route = Route(identity, (), connection)
+        return ClientFault(
+            route,
+            f"the envelope is too long: {MAX_ENVELOPE_PARTS} parts and {MAX_ENVELOPE_BYTES} bytes are taken",
+        )
+    route = Route(identity, tuple(part.bytes for part in envelope), connection)
+    if len(parts) != empty + 2:
+        return ClientFault(route, "a request is exactly one part behind the empty one")
+    return ClientCall(route, parts[-1].bytes)

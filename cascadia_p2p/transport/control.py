@@ -1,0 +1,183 @@
+"""The control plane's sockets: every node binds a ROUTER and dials every peer's with a DEALER."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import zmq
+
+from cascadia_p2p.transport.client_server import ClientCall, read_request
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal
+from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
+from cascadia_p2p.types import Endpoint
+
+LINGER_MS: Final = 1000
+MAX_CONTROL_PART: Final = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """A message from a dialling peer, and the identity that a reply goes to."""
+
+    identity: bytes
+    data: bytes
+
+
+class ControlServer:
+    """A ROUTER: receives from all who dial, replies to one of them.
+
+    Args:
+        network: makes the socket.
+        host: address to bind.
+        port: port to bind; 0 takes any free one.
+        flag: the flag that moves the port, for the error.
+        client_answer: sent back to whoever speaks the client protocol here, which is another socket's.
+    """
+
+    def __init__(
+        self, network: Network, host: str, port: int, *, flag: str = "--port", client_answer: bytes = b""
+    ) -> None:
+        made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
+        try:
+            made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.endpoint = bind(made, host, port, flag)
+            self._signal = Signal()
+            self._socket = LoopSocket(made, self._signal)
+        except BaseException:
+            made.close(linger=0)
+            raise
+        self._client_answer = client_answer
+        self.malformed = 0
+        """Messages that were dropped because they had another shape than one part."""
+
+    async def receive(self) -> ControlCall:
+        """The next message; safe to cancel."""
+        while True:
+            self._signal.clear()
+            while (parts := self._socket.take()) is not None:
+                if len(parts) == 2:
+                    return ControlCall(parts[0].bytes, parts[1].bytes)
+                self._turn_away(parts)
+            await self._signal.wait()
+
+    def _turn_away(self, parts: list[zmq.Frame]) -> None:
+        self.malformed += 1
+        call = read_request(parts, 0)
+        if isinstance(call, ClientCall) and self._client_answer:
+            self._socket.give([call.route.identity, *(call.route.envelope or ()), b"", self._client_answer])
+
+    def reply(self, identity: bytes, data: bytes) -> Delivery:
+        """Send to the peer with this identity, without waiting."""
+        return self._socket.give([identity, data])
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Unbind; what is queued still has `linger_ms` to leave."""
+        self._signal.close()
+        self._socket.close(linger_ms)
+
+
+class Dial(Enum):
+    """What happened to the connection to a peer."""
+
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    """It was there and is lost; it is being dialled again."""
+    REFUSED = "refused"
+    """The machine is there and nobody listens on the port."""
+    UNANSWERED = "unanswered"
+    """Nothing came back, or no way leads there."""
+    HANDSHAKE_FAILED = "handshake_failed"
+    """Something else than a node of ours listens there."""
+
+
+_EVENTS: Final = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ControlDialer:
+    """A DEALER to one peer, dialled again for as long as it is open."""
+
+    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.connected = False
+        self._shaken = False
+        made = network.socket(zmq.DEALER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
+        try:
+            self._signal = Signal()
+            self._monitor = Monitor(made, _EVENTS, self._signal)
+            self._socket = LoopSocket(made, self._signal)
+            connect(made, endpoint)
+        except BaseException:
+            made.close(linger=0)
+            raise
+
+    async def receive(self) -> bytes | Dial:
+        """The next message, or what happened to the connection; safe to cancel, one task at a time."""
+        while True:
+            self._signal.clear()
+            # The handshake's event runs ahead of the connection's readiness.
+            if self._shaken and not self.connected and self._socket.writable():
+                self.connected = True
+                return Dial.CONNECTED
+            while (event := self._monitor.take()) is not None:
+                if (dial := await self._dial(event.event)) is not None:
+                    return dial
+            while (parts := self._socket.take()) is not None:
+                if len(parts) == 1:
+                    return parts[0].bytes
+            await self._signal.wait()
+
+    def send(self, data: bytes) -> Delivery:
+        """Send without waiting; FULL while there is no connection."""
+        return self._socket.give([data])
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Hang up; what is queued still has `linger_ms` to leave."""
+        self._signal.close()
+        self._monitor.close()
+        self._socket.close(linger_ms)
+
+    async def _dial(self, event: zmq.Event) -> Dial | None:
+        """What an event of ZeroMQ means for the peer."""
+        match event:
+            case zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._shaken = True
+                self._signal.set()
+                return None
+            case zmq.Event.DISCONNECTED:
+                was, self.connected, self._shaken = self.connected, False, False
+                return Dial.DISCONNECTED if was else None
+            case zmq.Event.CLOSED:
+                return await knock(self.endpoint)
+        return Dial.HANDSHAKE_FAILED
+
+
+async def knock(endpoint: Endpoint, timeout_s: float = CONNECT_TIMEOUT_MS / 1000) -> Dial | None:
+    """Why a connection attempt failed, found by one more; None when it works by now.
+
+    ZeroMQ tells that an attempt failed and not why; a port that refuses means a dead process, where silence
+    may mean a loose cable.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, address = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setblocking(False)
+                await loop.sock_connect(probe, address)
+    except ConnectionRefusedError:
+        return Dial.REFUSED
+    except (OSError, TimeoutError):
+        return Dial.UNANSWERED
+    return None

@@ -1,0 +1,156 @@
+"""ZeroMQ sockets in an event loop: readiness by the socket's descriptor, transfers that never wait.
+
+A task that is cancelled between a finished receive and its resumption would lose the message. Here nothing is
+received before the task that takes it runs, so there is nothing to lose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from cascadia_p2p.errors import CascadiaError
+
+MAX_PARTS: Final = 16
+
+
+class SocketClosedError(CascadiaError):
+    """The socket was closed while a task waited for its next message."""
+
+
+class Delivery(Enum):
+    """What became of a message that was to be sent without waiting."""
+
+    SENT = "sent"
+    GONE = "gone"
+    """There is no such peer any more."""
+    FULL = "full"
+    """The peer does not take what it was sent before, or is not connected."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketEvent:
+    """Something that happened to one of a socket's connections: ZeroMQ's event code, and its value."""
+
+    event: zmq.Event
+    value: int
+
+
+class Signal:
+    """One task waits here for any of several sockets."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._closed = False
+
+    def set(self) -> None:
+        """Let the task look at its sockets again."""
+        self._event.set()
+
+    def clear(self) -> None:
+        """Before looking at the sockets.
+
+        Raises:
+            SocketClosedError: they are closed.
+        """
+        if self._closed:
+            raise SocketClosedError("the socket is closed")
+        self._event.clear()
+
+    async def wait(self) -> None:
+        """Return after the next `set`, or the last one since `clear`."""
+        await self._event.wait()
+
+    def close(self) -> None:
+        """Let the task go."""
+        self._closed = True
+        self._event.set()
+
+
+class LoopSocket:
+    """One ZeroMQ socket in the running loop: it sets the signal when something may have come."""
+
+    def __init__(self, made: zmq.Socket[bytes], signal: Signal) -> None:
+        self.zmq = made
+        self._signal = signal
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = made.fileno()
+        self._loop.add_reader(self._descriptor, signal.set)
+
+    def take(self, max_parts: int = MAX_PARTS) -> list[zmq.Frame] | None:
+        """The parts of the next message, None when there is none.
+
+        Parts beyond `max_parts` are dropped but for one, so that the receiver can tell.
+        """
+        parts: list[zmq.Frame] = []
+        try:
+            part = self.zmq.recv(zmq.NOBLOCK, copy=False)
+            parts.append(part)
+            while part.more:
+                part = self.zmq.recv(zmq.NOBLOCK, copy=False)
+                if len(parts) <= max_parts:
+                    parts.append(part)
+        except zmq.Again:
+            return None
+        return parts
+
+    def writable(self) -> bool:
+        """Whether a send would work now, to some peer."""
+        return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def give(self, parts: list[bytes], *, again: bool = True) -> Delivery:
+        """Send a message at once, or say why not."""
+        if self.zmq.closed:
+            return Delivery.GONE
+        # The descriptor tells of a change only once, and sending may swallow the news of a message.
+        self._signal.set()
+        try:
+            self.zmq.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            # Without waiting, a send may not know yet of room made within the last millisecond.
+            if not again or not self.writable():
+                return Delivery.FULL
+            return self.give(parts, again=False)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Delivery.GONE
+            raise
+        return Delivery.SENT
+
+    def close(self, linger_ms: int) -> None:
+        """Close, after the descriptor has left the loop; a second call does nothing."""
+        if self.zmq.closed:
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self.zmq.close(linger=linger_ms)
+
+
+class Monitor:
+    """The events of one socket's connections, in the running loop."""
+
+    def __init__(self, watched: zmq.Socket[bytes], events: int, signal: Signal) -> None:
+        self._watched = watched
+        self._pair = LoopSocket(watched.get_monitor_socket(events), signal)
+
+    def take(self) -> SocketEvent | None:
+        """The next event, or None."""
+        parts = self._pair.take()
+        return None if parts is None else parse_event(parts)
+
+    def close(self) -> None:
+        """Stop watching; to be called before the watched socket is closed."""
+        self._pair.close(0)
+        if not self._watched.closed:
+            self._watched.disable_monitor()
+
+
+def parse_event(parts: list[zmq.Frame]) -> SocketEvent:
+    """The event in a monitor's message."""
+    message = parse_monitor_message([part.bytes for part in parts])
+    return SocketEvent(zmq.Event(message["event"]), int(message["value"]))

@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
+from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer
+from cascadia_p2p.transport.looping import Delivery
+from cascadia_p2p.transport.network import Network
+from cascadia_p2p.types import Endpoint
+
+DEADLINE_S = 15.0
+
+
+def run(scenario: Callable[[Network], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        with Network() as network:
+            await asyncio.wait_for(scenario(network), DEADLINE_S)
+
+    asyncio.run(bounded())
+
+
+def client(network: Network, kind: int, *endpoints: Endpoint, **options: int) -> zmq.Socket[bytes]:
+    made = network.socket(kind, linger_ms=0, max_part=1 << 16)
+    made.setsockopt(zmq.IMMEDIATE, 0)
+    for name, value in options.items():
+        made.setsockopt(getattr(zmq, name), value)
+    for endpoint in endpoints:
+        made.connect(endpoint.tcp)
+    return made
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.005)
+
+
+async def got(made: zmq.Socket[bytes]) -> list[bytes]:
+    await until(lambda: bool(made.poll(0)))
+    return made.recv_multipart()
+
+
+def test_req_clients_are_served_on_every_address() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoints = [server.bind("127.0.0.1", 0), server.bind("localhost", 0)]
+        assert server.endpoints == endpoints
+        for endpoint in endpoints:
+            for options in ({}, {"REQ_CORRELATE": 1, "REQ_RELAXED": 1}):
+                request = client(network, zmq.REQ, endpoint, **options)
+                request.send(b"question")
+                event = await server.receive()
+                while isinstance(event, ClientGone):
+                    event = await server.receive()
+                assert isinstance(event, ClientCall)
+                assert event.data == b"question"
+                assert server.reply(event.route, b"answer") is Delivery.SENT
+                assert await got(request) == [b"answer"]
+                request.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_the_whole_envelope_comes_back() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        dealer = client(network, zmq.DEALER, server.bind("127.0.0.1", 0))
+        dealer.send_multipart([b"hop", b"tag", b"", b"question"])
+        event = await server.receive()
+        assert isinstance(event, ClientCall)
+        assert server.reply(event.route, b"answer") is Delivery.SENT
+        assert await got(dealer) == [b"hop", b"tag", b"", b"answer"]
+        server.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("sent", "back"),
+    [
+        ([b"question"], [b"why"]),
+        ([b"a", b"b"], [b"why"]),
+        ([b"", b"one", b"two"], [b"", b"why"]),
+        ([b"", b"", b"x"], [b"", b"why"]),
+        ([b"a", b""], [b"a", b"", b"why"]),
+        ([b"a"] * 9 + [b"", b"x"], [b"", b"why"]),
+        ([b"a" * 600, b"", b"x"], [b"", b"why"]),
+        ([b"a"] * 500, [b"why"]),
+    ],
+)
+def test_other_shapes_are_refused_in_words(sent: list[bytes], back: list[bytes]) -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        dealer = client(network, zmq.DEALER, server.bind("127.0.0.1", 0))
+        dealer.send_multipart(sent)
+        event = await server.receive()
+        assert isinstance(event, ClientFault)
+        assert event.reason
+        assert server.faults == 1
+        assert server.reply(event.route, b"why") is Delivery.SENT
+        assert await got(dealer) == back
+        server.close()
+
+    run(scenario)
+
+
+def test_a_vanished_client_is_reported_once_with_its_own_connection() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoint = server.bind("127.0.0.1", 0)
+        stays = client(network, zmq.REQ, endpoint)
+        leaves = client(network, zmq.REQ, endpoint)
+        stays.send(b"stays")
+        leaves.send(b"leaves")
+        calls: dict[bytes, ClientCall] = {}
+        for _ in range(2):
+            event = await server.receive()
+            assert isinstance(event, ClientCall)
+            calls[event.data] = event
+        assert server.connections == 2
+        leaves.close()
+        assert await server.receive() == ClientGone(calls[b"leaves"].route.connection)
+        assert server.connections == 1
+        assert server.reply(calls[b"leaves"].route, b"x") is Delivery.GONE
+        assert server.reply(calls[b"stays"].route, b"x") is Delivery.SENT
+        server.close()
+
+    run(scenario)
+
+
+def test_requests_of_clients_that_left_at_once_end_too() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoint = server.bind("127.0.0.1", 0)
+        for _ in range(30):
+            hasty = client(network, zmq.REQ, endpoint)
+            hasty.send(b"question")
+            # Sent, and gone before anybody read it.
+            hasty.close(linger=200)
+        await asyncio.sleep(0.3)
+        calls: set[int] = set()
+        gone: set[int] = set()
+        while len(calls) < 30 or not calls <= gone:
+            event = await server.receive()
+            if isinstance(event, ClientCall):
+                calls.add(event.route.connection)
+            elif isinstance(event, ClientGone):
+                gone.add(event.connection)
+        assert len(calls) == 30
+        server.close()
+
+    run(scenario)
+
+
+def test_garbage_on_the_client_port_is_survived() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoint = server.bind("127.0.0.1", 0)
+        for garbage in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 400, bytes(256)):
+            with socket.create_connection((endpoint.host, endpoint.port)) as stray:
+                stray.sendall(garbage)
+                linger = struct.pack("ii", 1, 0)
+                stray.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        request = client(network, zmq.REQ, endpoint)
+        request.send(b"question")
+        while not isinstance(event := await server.receive(), ClientCall):
+            pass
+        assert event.data == b"question"
+        server.close()
+
+    run(scenario)
+
+
+def test_a_slow_client_is_told_from_a_dead_one() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        dealer = client(network, zmq.DEALER, server.bind("127.0.0.1", 0), RCVHWM=1, RCVBUF=4096)
+        dealer.send_multipart([b"", b"question"])
+        event = await server.receive()
+        assert isinstance(event, ClientCall)
+        chunk = bytes(60_000)
+        for _ in range(3000):
+            if (delivery := server.reply(event.route, chunk)) is not Delivery.SENT:
+                break
+        assert delivery is Delivery.FULL
+        dealer.close()
+        assert await server.receive() == ClientGone(event.route.connection)
+        await until(lambda: server.reply(event.route, b"x") is Delivery.GONE)
+        server.close(0)
+
+    run(scenario)
+
+
+class Head:
+    """A head in a thread: answers each request as `answer` says, None for not at all."""
+
+    def __init__(self, answer: Callable[[bytes], bytes | None], port: int = 0) -> None:
+        self.answer = answer
+        self.gone = 0
+        self.started = threading.Event()
+        self.stopping = threading.Event()
+        self.endpoint = Endpoint("127.0.0.1", port or 1)
+        self._port = port
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self.started.wait(10)
+
+    async def _run(self) -> None:
+        with Network() as network:
+            server = ClientServer(network)
+            self.endpoint = server.bind("127.0.0.1", self._port)
+            self.started.set()
+            serving = asyncio.create_task(self._serve(server))
+            await until(self.stopping.is_set)
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            server.close(0)
+
+    async def _serve(self, server: ClientServer) -> None:
+        late: list[tuple[Any, bytes]] = []
+        while True:
+            event = await server.receive()
+            if isinstance(event, ClientGone):
+                self.gone += 1
+            elif isinstance(event, ClientCall):
+                reply = self.answer(event.data)
+                if reply is None:
+                    late.append((event.route, b"late " + event.data))
+                    continue
+                for route, data in late:
+                    server.reply(route, data)
+                late.clear()
+                server.reply(event.route, reply)
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    made = Head(lambda data: None if data.startswith(b"slow") else b"re: " + data)
+    yield made
+    made.stop()
+
+
+def test_the_blocking_client_asks_and_asks_again(head: Head) -> None:
+    with ClientConnection(head.endpoint) as connection:
+        for number in range(50):
+            assert connection.request(b"%d" % number, 5) == b"re: %d" % number
+
+
+def test_cas_01_a_late_reply_is_never_the_next_requests(head: Head) -> None:
+    with ClientConnection(head.endpoint) as connection:
+        with pytest.raises(UnreachableError, match="no reply within"):
+            connection.request(b"slow one", 0.1)
+        assert connection.request(b"next", 5) == b"re: next"
+
+
+def test_cas_01_nor_on_a_shared_connection(head: Head) -> None:
+    async def scenario() -> None:
+        async with AsyncClientConnection(head.endpoint) as connection:
+            patient = asyncio.create_task(connection.request(b"slow but awaited", 5))
+            with pytest.raises(UnreachableError, match="no reply within"):
+                await connection.request(b"slow one", 0.1)
+            assert await connection.request(b"next", 5) == b"re: next"
+            assert await patient == b"late slow but awaited"
+            assert connection.late <= 1
+            assert await connection.request(b"last", 5) == b"re: last"
+
+    asyncio.run(scenario())
+
+
+def test_many_requests_share_one_asyncio_connection(head: Head) -> None:
+    async def scenario() -> None:
+        async with AsyncClientConnection(head.endpoint) as connection:
+            replies = await asyncio.gather(*(connection.request(b"%d" % at, 5) for at in range(100)))
+            assert replies == [b"re: %d" % at for at in range(100)]
+
+    asyncio.run(scenario())
+
+
+def test_cas_02_clients_cancelled_at_random_lose_nothing_of_others(head: Head) -> None:
+    async def scenario() -> None:
+        async with AsyncClientConnection(head.endpoint) as connection:
+
+            async def one(number: int) -> None:
+                assert await connection.request(b"%d" % number, 5) == b"re: %d" % number
+
+            tasks = [asyncio.create_task(one(number)) for number in range(200)]
+            for at, task in enumerate(tasks):
+                if at % 3 == 0:
+                    await asyncio.sleep(0)
+                    task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            others = [result for at, result in enumerate(results) if at % 3]
+            assert others == [None] * len(others)
+            assert await connection.request(b"after", 5) == b"re: after"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_stk_04_a_dead_head_ends_the_wait_and_a_new_one_is_found(timeout: float | None) -> None:
+    head = Head(lambda data: None)
+    port = head.endpoint.port
+    connection = ClientConnection(head.endpoint, connect_timeout_s=5)
+    stopper = threading.Timer(0.2, head.stop)
+    stopper.start()
+    started = time.monotonic()
+    with pytest.raises(UnreachableError, match="lost"):
+        connection.request(b"question", timeout)
+    assert time.monotonic() - started < 5
+    stopper.join()
+    head = Head(lambda data: b"re: " + data, port)
+    assert connection.request(b"again", 5) == b"re: again"
+    head.stop()
+    connection.close()
+
+
+def test_stk_04_a_dead_head_ends_every_asyncio_wait() -> None:
+    head = Head(lambda data: None)
+    port = head.endpoint.port
+
+    async def scenario() -> None:
+        async with AsyncClientConnection(head.endpoint, connect_timeout_s=5) as connection:
+            waits = [asyncio.create_task(connection.request(b"%d" % at)) for at in range(5)]
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(head.stop)
+            results = await asyncio.gather(*waits, return_exceptions=True)
+            assert [type(result) for result in results] == [UnreachableError] * 5
+            again = await asyncio.to_thread(Head, lambda data: b"re: " + data, port)
+            assert await connection.request(b"again", 5) == b"re: again"
+            await asyncio.to_thread(again.stop)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_gives_up_is_seen_by_the_head(head: Head) -> None:
+    connection = ClientConnection(head.endpoint)
+    with pytest.raises(UnreachableError):
+        connection.request(b"slow", 0.05)
+    deadline = time.monotonic() + 5
+    while head.gone < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    connection.close()
+
+
+def absent() -> Endpoint:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return Endpoint("127.0.0.1", unused.getsockname()[1])
+
+
+def test_nobody_there_is_said_with_the_reason() -> None:
+    with (
+        ClientConnection(absent(), connect_timeout_s=0.3) as connection,
+        pytest.raises(UnreachableError, match="nothing listens"),
+    ):
+        connection.request(b"x", 5)
+
+
+def test_nobody_there_is_said_with_the_reason_in_asyncio() -> None:
+    async def scenario() -> None:
+        async with AsyncClientConnection(absent(), connect_timeout_s=0.3) as connection:
+            with pytest.raises(UnreachableError, match="nothing listens"):
+                await connection.request(b"x", 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_stranger_there_is_said() -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+
+        def talk() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    caller, _ = stranger.accept()
+                    caller.sendall(b"220 mail.example.org ESMTP\r\n" * 4)
+                    caller.close()
+
+        thread = threading.Thread(target=talk, daemon=True)
+        thread.start()
+        endpoint = Endpoint("127.0.0.1", stranger.getsockname()[1])
+        with (
+            ClientConnection(endpoint, connect_timeout_s=0.5) as connection,
+            pytest.raises(UnreachableError, match="does not speak"),
+        ):
+            connection.request(b"x", 5)
+        stranger.shutdown(socket.SHUT_RDWR)
+    thread.join(5)

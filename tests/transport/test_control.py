@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import zmq
+
+from cascadia_p2p.errors import PortError
+from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, knock
+from cascadia_p2p.transport.looping import Delivery, SocketClosedError
+from cascadia_p2p.transport.network import Network
+from cascadia_p2p.types import Endpoint
+
+T = TypeVar("T")
+DEADLINE_S = 10.0
+
+
+def run(scenario: Callable[[Network], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        with Network() as network:
+            await asyncio.wait_for(scenario(network), DEADLINE_S)
+
+    asyncio.run(bounded())
+
+
+async def until_received(receive: Callable[[], Awaitable[T]], wanted: T) -> None:
+    while await receive() != wanted:
+        pass
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
+
+
+def test_messages_go_both_ways() -> None:
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        dialer = ControlDialer(network, server.endpoint)
+        assert await dialer.receive() is Dial.CONNECTED
+        for number in range(100):
+            assert dialer.send(b"%d" % number) is Delivery.SENT
+        for number in range(100):
+            call = await server.receive()
+            assert call.data == b"%d" % number
+            assert server.reply(call.identity, call.data) is Delivery.SENT
+        for number in range(100):
+            assert await dialer.receive() == b"%d" % number
+        dialer.close()
+        await until(lambda: server.reply(call.identity, b"x") is Delivery.GONE)
+        server.close()
+
+    run(scenario)
+
+
+def test_a_closed_port_is_reported_as_refused_and_dialled_on() -> None:
+    async def scenario(network: Network) -> None:
+        port = free_port()
+        dialer = ControlDialer(network, Endpoint("127.0.0.1", port))
+        assert dialer.send(b"too early") is Delivery.FULL
+        assert await dialer.receive() is Dial.REFUSED
+        assert not dialer.connected
+        server = ControlServer(network, "127.0.0.1", port)
+        await until_received(dialer.receive, Dial.CONNECTED)
+        assert dialer.connected
+        server.close(0)
+        assert await dialer.receive() is Dial.DISCONNECTED
+        await until_received(dialer.receive, Dial.REFUSED)
+        dialer.close()
+
+    run(scenario)
+
+
+def test_a_stranger_on_the_port_is_reported() -> None:
+    async def scenario(network: Network) -> None:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"SSH-2.0-OpenSSH_9.6\r\n" * 4)
+            writer.close()
+
+        stranger = await asyncio.start_server(talk, "127.0.0.1", 0)
+        port = stranger.sockets[0].getsockname()[1]
+        dialer = ControlDialer(network, Endpoint("127.0.0.1", port))
+        assert await dialer.receive() is Dial.HANDSHAKE_FAILED
+        dialer.close()
+        stranger.close()
+        await stranger.wait_closed()
+
+    run(scenario)
+
+
+def test_knocking_tells_silence_from_refusal() -> None:
+    async def scenario(network: Network) -> None:
+        assert await knock(Endpoint("127.0.0.1", free_port())) is Dial.REFUSED
+        with socket.socket() as full:
+            full.bind(("127.0.0.1", 0))
+            full.listen(0)
+            place = full.getsockname()
+            fillers = [socket.socket() for _ in range(4)]
+            for filler in fillers:
+                filler.setblocking(False)
+                filler.connect_ex(place)
+            assert await knock(Endpoint(*place), 0.2) is Dial.UNANSWERED
+            for filler in fillers:
+                filler.close()
+
+    run(scenario)
+
+
+def test_a_cancelled_receive_loses_no_message() -> None:
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        dialer = ControlDialer(network, server.endpoint)
+        assert await dialer.receive() is Dial.CONNECTED
+        received: list[bytes] = []
+
+        async def take() -> None:
+            received.append((await server.receive()).data)
+
+        for number in range(200):
+            task = asyncio.create_task(take())
+            await asyncio.sleep(0)
+            dialer.send(b"%d" % number)
+            await asyncio.sleep(0.0005 * (number % 3))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        while len(received) < 200:
+            await take()
+        assert received == [b"%d" % number for number in range(200)]
+        dialer.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_garbage_on_the_port_is_counted_and_survived() -> None:
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0, client_answer=b"not here")
+        place = (server.endpoint.host, server.endpoint.port)
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 200, b"\xff" * 9 + b"\x7f" * 90):
+            with socket.create_connection(place) as stray:
+                stray.sendall(garbage)
+        crowd = network.socket(zmq.DEALER, linger_ms=0, max_part=1 << 16)
+        crowd.setsockopt(zmq.IMMEDIATE, 0)
+        crowd.connect(server.endpoint.tcp)
+        crowd.send_multipart([b"x"] * 200)
+        request = network.socket(zmq.REQ, linger_ms=0, max_part=1 << 16)
+        request.setsockopt(zmq.IMMEDIATE, 0)
+        request.connect(server.endpoint.tcp)
+        request.send(b'{"prompt": "hi"}')
+        dialer = ControlDialer(network, server.endpoint)
+        assert await dialer.receive() is Dial.CONNECTED
+        call = asyncio.create_task(server.receive())
+        await until(lambda: server.malformed == 2)
+        await until(lambda: bool(request.poll(0)))
+        assert request.recv() == b"not here"
+        dialer.send(b"still here")
+        assert (await call).data == b"still here"
+        dialer.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_closing_ends_a_waiting_receive() -> None:
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        dialer = ControlDialer(network, server.endpoint)
+        await until_received(dialer.receive, Dial.CONNECTED)
+        waits = [asyncio.create_task(server.receive()), asyncio.create_task(dialer.receive())]
+        await asyncio.sleep(0)
+        server.close()
+        dialer.close()
+        for wait in waits:
+            with pytest.raises(SocketClosedError):
+                await wait
+        assert dialer.send(b"x") is Delivery.GONE
+        server.close()
+
+    run(scenario)
+
+
+def test_a_taken_control_port_is_named() -> None:
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        with pytest.raises(PortError, match=str(server.endpoint.port)):
+            ControlServer(network, "127.0.0.1", server.endpoint.port)
+        server.close()
+
+    run(scenario)
