@@ -1,0 +1,80 @@
+"""What a model family gives a stage: embedding, layers and head over rows, with all per-slot state inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from cascadia_p2p.engine.kernels.rows import RowTable
+from cascadia_p2p.engine.matrix import F32, I32
+
+
+class TensorSource(Protocol):
+    """Where weights come from."""
+
+    def tensor(self, name: str) -> F32:
+        """The float32 tensor of a canonical name, C-contiguous; possibly a view of a mapped file.
+
+        Raises:
+            ShardError: there is no such tensor.
+        """
+
+
+class Layer(Protocol):
+    """One decoder layer with its caches."""
+
+    @property
+    def number(self) -> int:
+        """Its place in the whole model."""
+
+    def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
+        """Compute the layer in place.
+
+        Args:
+            rows: whose rows these are, and at which positions.
+            x: float32 [rows, hidden], the residual.
+            failed: int32 [rows]; -1, or the first layer whose result for the row was not finite.
+        """
+
+
+class StageModel(Protocol):
+    """The part of a model that one stage holds.
+
+    A frame is `enter`, then every layer in order; `head_rows` bounds the rows of one call of `logits`.
+    """
+
+    @property
+    def hidden(self) -> int:
+        """Numbers a row."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that exist."""
+
+    @property
+    def first(self) -> bool:
+        """Whether rows come as token ids."""
+
+    @property
+    def last(self) -> bool:
+        """Whether rows end as logits."""
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers, in order."""
+
+    @property
+    def head_rows(self) -> int:
+        """Most rows that `logits` takes at once."""
+
+    def embed(self, ids: I32, x: F32) -> None:
+        """Fill `x` [rows, hidden] from token ids, each 0 to the embedding's size - 1; first stage only."""
+
+    def enter(self, x: F32) -> None:
+        """Prepare for the first layer on these rows."""
+
+    def logits(self, x: F32) -> F32:
+        """Logits of rows behind the last layer; last stage only.
+
+        Float32 [rows, hidden] to [rows, vocab], which holds until the next call.
+        """
