@@ -1,0 +1,113 @@
+"""`join`: make this PC a node of the fleet until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from cascadia_p2p.config import Config, add_flags, flags_of, load_config
+from cascadia_p2p.logs import configure_logs
+
+FLAGS = (
+    "model",
+    "shard",
+    "fleet",
+    "bind",
+    "port",
+    "client_port",
+    "peers",
+    "mdns",
+    "device",
+    "precision",
+    "slots",
+    "context",
+    "rows",
+    "queue",
+    "threads",
+    "state_dir",
+    "log_format",
+    "log_level",
+)
+
+INTERRUPTED = 130
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    add_flags(parser, *FLAGS)
+    parser.add_argument("--while-stdin-open", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the node; 0 when its starter ended it, 130 after Ctrl-C."""
+    config = load_config(flags_of(args), file=args.config)
+    configure_logs(config.log_format, config.log_level)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_live(config, args.while_stdin_open))
+
+
+async def _live(config: Config, while_stdin_open: bool) -> int:
+    # The engine takes seconds to import: flags are judged before.
+    from cascadia_p2p.node.node import Node
+    from cascadia_p2p.node.places import Places
+
+    with Places.open(config) as places:
+        node = Node(config, places)
+        interrupted = False
+
+        def leave() -> None:
+            nonlocal interrupted
+            interrupted = True
+            node.leave("it was asked to stop (Ctrl-C)")
+
+        with _on_signals(leave):
+            if while_stdin_open:
+                _on_end_of_input(lambda: node.leave("its starter has ended"))
+            await node.run()
+    return INTERRUPTED if interrupted else 0
+
+
+def _on_end_of_input(leave: Callable[[], None]) -> None:
+    """Call `leave` in the running loop when standard input ends: whoever started this process is gone."""
+    loop = asyncio.get_running_loop()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while sys.stdin.buffer.raw.read(4096):
+                pass
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(leave)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+
+
+@contextlib.contextmanager
+def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` in the running loop at Ctrl-C or a polite kill; a second one ends at once."""
+    loop = asyncio.get_running_loop()
+    kinds = [signal.SIGINT, signal.SIGTERM]
+    before = {}
+
+    def handle(number: int, _: object) -> None:
+        signal.signal(number, before[number])
+        loop.call_soon_threadsafe(leave)
+
+    for kind in kinds:
+        before[kind] = signal.getsignal(kind)
+        signal.signal(kind, handle)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            signal.signal(kind, before[kind])
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    # ZeroMQ's descriptors need a loop that can watch them; Windows' default one can not.
+    return asyncio.SelectorEventLoop if sys.platform == "win32" else None
+

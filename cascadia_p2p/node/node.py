@@ -1,0 +1,331 @@
+"""One node: its life from the command line to the goodbye, with every part joined.
+
+The event loop serves discovery, control connections and clients; the data thread computes; a loader thread fills
+the shard. The ring machine decides: everything that happens becomes one of its events, and what it asks for is
+done here, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, assert_never
+
+import structlog
+from pydantic import JsonValue
+
+from cascadia_p2p import __version__
+from cascadia_p2p.config import Config
+from cascadia_p2p.discovery.discovery import Candidate, Discovery
+from cascadia_p2p.discovery.txt import Announcement
+from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
+from cascadia_p2p.identity import Identity
+from cascadia_p2p.node.answers import AnswerDesk
+from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.control import ControlPlane
+from cascadia_p2p.node.head import HeadService, StatusBody
+from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.worker import Worker
+from cascadia_p2p.ring import actions, events
+from cascadia_p2p.ring.machine import RingMachine
+from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.profile import Times
+from cascadia_p2p.ring.scheduler import Scheduler, Update
+from cascadia_p2p.transport.client_server import ClientServer
+from cascadia_p2p.wire import PROTOCOL
+from cascadia_p2p.wire.messages import StatusQuery, StatusReport
+
+_log = structlog.get_logger()
+
+
+class Node:
+    """A node that runs until it is asked to leave, or until it must end.
+
+    Args:
+        config: all settings.
+        places: the model's directory, the state directory and the sockets, opened by the caller.
+    """
+
+    def __init__(self, config: Config, places: Places) -> None:
+        self._config = config
+        self._places = places
+        self._identity: Identity = places.identity
+        self._model = places.model
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._started = time.monotonic()
+        self._times = Times()
+        profile = places.profile(config)
+        self._profile = profile
+        self._machine = RingMachine(profile, time.monotonic(), self._times)
+        self._conductor = HeadConductor(
+            Scheduler(Policy(queue_limit=config.queue)), self._from_data_thread(self._deliver)
+        )
+        self._worker = Worker(
+            places, config, self._conductor, emit=self._from_data_thread(self._handle)
+        )
+        self._plane = ControlPlane(
+            places.network, places.control, lambda: self._machine.greeting(time.monotonic()), self._handle
+        )
+        self._discovery = Discovery(
+            config.fleet,
+            places.address,
+            instance=profile.instance,
+            peers=config.peers,
+            mdns=config.mdns,
+            bind=config.bind,
+            alone_s=config.limits.alone_s,
+        )
+        self._head: HeadService | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._announced: Announcement | None = None
+
+    async def run(self) -> None:
+        """Live; returns after `leave`.
+
+        Raises:
+            CascadiaError: this node can not go on; the exit code is the error's.
+        """
+        try:
+            self._plane.start()
+            self._worker.start()
+            await self._discovery.start(self._announcement())
+            self._tasks = [
+                asyncio.create_task(self._tick(), name="tick"),
+                asyncio.create_task(self._follow_hints(), name="hints"),
+            ]
+            self._say_hello()
+            for task in self._tasks:
+                task.add_done_callback(self._watch_task)
+            await self._ended
+        finally:
+            await self._close()
+
+    def leave(self, reason: str) -> None:
+        """Say goodbye and end; only in the event loop."""
+        self._handle(events.Leave(reason))
+        self._end(None)
+
+    def status(self) -> StatusBody:
+        """What `status` shows: the machine's view, and what this node counted itself."""
+        body: StatusBody = dict(self._machine.snapshot(time.monotonic()))
+        body["protocol"] = PROTOCOL
+        body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["data_thread"] = self._worker.report()
+        if self._head is not None:
+            counts = self._head.counts
+            requests: dict[str, JsonValue] = {
+                name: getattr(counts, name) for name in type(counts).__dataclass_fields__
+            }
+            requests["pending"] = self._head.pending
+            body["requests"] = requests
+        return body
+
+    # --- events in ----------------------------------------------------------------------------------------
+
+    def _from_data_thread[T](self, function: Callable[[T], None]) -> Callable[[T], None]:
+        def hand_over(value: T) -> None:
+            # The loop may have closed while the data thread said its last word.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function, value)
+
+        return hand_over
+
+    def _handle(self, event: events.Event) -> None:
+        if isinstance(event, events.Heard) and isinstance(event.message, StatusQuery):
+            report = StatusReport(node=self._profile.node, instance=self._profile.instance, body=self.status())
+            self._plane.answer(event.link, report)
+            return
+        for action in self._machine.handle(event, time.monotonic()):
+            self._do(action)
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        if self._head is not None:
+            self._head.deliver(updates)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._times.tick)
+            self._handle(self._worker.counters())
+            self._handle(events.Tick())
+            announcement = self._announcement()
+            if announcement != self._announced:
+                self._announced = announcement
+                self._discovery.announce(announcement)
+                self._discovery.expect_more(self._snapshot_state() != "open")
+
+    async def _follow_hints(self) -> None:
+        async for candidate in self._discovery:
+            self._greet(candidate)
+
+    def _greet(self, candidate: Candidate) -> None:
+        if candidate.endpoint != self._profile.control:
+            self._plane.dial(candidate.endpoint, lasting=candidate.peer is not None)
+        self._discovery.reached(candidate)
+
+    def _watch_task(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("task_failed", message=f"the node's own task '{task.get_name()}' failed", exc_info=error)
+            self._end(CascadiaError(f"an internal task failed ({error}): start the node again"))
+
+    # --- actions out --------------------------------------------------------------------------------------
+
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Send(node, message):
+                self._plane.send(node, message)
+            case actions.Broadcast(nodes, message):
+                for node in nodes:
+                    self._plane.send(node, message)
+            case actions.Answer(link, message):
+                self._plane.answer(link, message)
+            case actions.Route(link, node, instance):
+                self._plane.route(link, node, instance)
+            case actions.Dial(endpoint):
+                self._plane.dial(endpoint)
+            case actions.Retry(link, after_s):
+                self._plane.retry(link, after_s)
+            case actions.Abandon(link):
+                self._plane.abandon(link)
+            case actions.DropPeer(node, instance):
+                self._plane.drop_peer(node, instance)
+            case actions.Say():
+                getattr(_log, action.level)(action.event, message=action.sentence, **action.fields)
+            case actions.Fatal(error):
+                self._end(error)
+            case _:
+                self._do_ring(action)
+
+    def _do_ring(
+        self,
+        action: actions.LoadShard
+        | actions.SwitchEpoch
+        | actions.SendProbe
+        | actions.OpenRing
+        | actions.CloseRing
+        | actions.PauseAdmission
+        | actions.ResumeAdmission
+        | actions.BecomeHead
+        | actions.StopBeingHead,
+    ) -> None:
+        conductor, call = self._conductor, self._worker.call
+        match action:
+            case actions.LoadShard(shard):
+                self._worker.load(shard)
+            case actions.SwitchEpoch():
+                self._worker.switch(action)
+            case actions.SendProbe(epoch, number):
+                self._worker.probe(epoch, number)
+            case actions.OpenRing(epoch, members, promise):
+                self._worker.open(epoch)
+                if members[0].node == self._profile.node:
+                    call(lambda: conductor.open(len(members), promise))
+            case actions.CloseRing(epoch, reason, missing):
+                self._worker.close_epoch(epoch)
+                error = ring_incomplete(reason, missing)
+                if action.was_open:
+                    call(lambda: conductor.close(error))
+            case actions.PauseAdmission():
+                call(lambda: conductor.admit(False))
+            case actions.ResumeAdmission():
+                call(lambda: conductor.admit(True))
+            case actions.BecomeHead():
+                self._open_door()
+            case actions.StopBeingHead(reason):
+                self._close_door(reason)
+            case _:
+                assert_never(action)
+
+    def _open_door(self) -> None:
+        server = ClientServer(self._places.network)
+        try:
+            for host in dict.fromkeys(("127.0.0.1", self._places.address.ip)):
+                server.bind(host, self._places.client_port, flag="--client-port")
+        except CascadiaError as error:
+            server.close()
+            self._end(error)
+            return
+        desk = AnswerDesk(self._model.facts, self._model.tokenizer)
+        self._head = HeadService(
+            server,
+            desk,
+            self._conductor,
+            self._worker,
+            status=self.status,
+            missing=self._missing,
+            queue_wait_s=self._config.limits.queue_wait_s,
+        )
+        self._head.start()
+        where = ", ".join(endpoint.tcp for endpoint in server.endpoints)
+        _log.info("clients_served", message=f"clients are served at {where}", endpoint=server.endpoints[0].tcp)
+
+    def _close_door(self, reason: str) -> None:
+        head, self._head = self._head, None
+        if head is not None:
+            task = asyncio.create_task(head.close(reason))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    # --- words --------------------------------------------------------------------------------------------
+
+    def _say_hello(self) -> None:
+        profile = self._profile
+        if self._places.address.warning:
+            _log.warning("no_network", message=self._places.address.warning)
+        _log.info(
+            "node_started",
+            message=f"node {profile.node} of fleet '{profile.fleet}', model '{profile.model}': control at "
+            f"{profile.control}, data at {profile.data}; Ctrl-C leaves",
+            node=profile.node,
+            control=str(profile.control),
+            version=__version__,
+        )
+
+    def _announcement(self) -> Announcement:
+        profile = self._profile
+        intro = self._machine.greeting(time.monotonic())
+        return Announcement(
+            protocol=PROTOCOL,
+            fleet=profile.fleet,
+            node_id=profile.node,
+            instance=profile.instance,
+            model=profile.fingerprint,
+            shard=intro.claim.shard,
+            shards=profile.shards,
+            control=profile.control.port,
+            data=profile.data.port,
+            client=intro.client.port if intro.client is not None else None,
+        )
+
+    def _snapshot_state(self) -> str:
+        return str(self._machine.snapshot(time.monotonic())["state"])
+
+    def _missing(self) -> list[int]:
+        missing = self._machine.snapshot(time.monotonic())["missing"]
+        return [int(shard) for shard in missing if isinstance(shard, int)] if isinstance(missing, list) else []
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _end(self, error: CascadiaError | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    async def _close(self) -> None:
+        if self._head is not None:
+            self._close_door("this node is leaving")
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._discovery.stop()
+        await self._worker.stop()
+        await self._plane.close()
+
+
