@@ -1,0 +1,53 @@
+"""Which model families there are, told by a config's `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from cascadia_p2p.errors import CheckpointError
+from cascadia_p2p.models.inkling import names as inkling_names
+from cascadia_p2p.models.inkling.config import MODEL_TYPES, InklingConfig
+from cascadia_p2p.models.layout import ModelLayout
+
+FAMILIES = ("inkling",)
+
+ModelConfig = InklingConfig
+"""The config of any family."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceModel:
+    """What a checkpoint holds: its family, config, and where each tensor lies."""
+
+    family: str
+    config: ModelConfig
+    layout: ModelLayout
+
+
+def read_source(
+    config: Mapping[str, object], generation_config: Mapping[str, object] | None, names: Collection[str]
+) -> SourceModel:
+    """Tell what a checkpoint with this `config.json` and these tensor names is.
+
+    Raises:
+        CheckpointError: no family of ours, an impossible config, or tensors that are missing.
+    """
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(
+            f"config.json has model_type {model_type!r}: expected one of {', '.join(MODEL_TYPES)}"
+        )
+    read = InklingConfig.from_json(config, generation_config)
+    return SourceModel("inkling", read, inkling_names.layout(read, names))
+
+
+def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:
+    """The config that an export wrote.
+
+    Raises:
+        CheckpointError: an unknown family, or an impossible config.
+    """
+    if family not in FAMILIES:
+        raise CheckpointError(f"model family {family!r} is not known: expected one of {', '.join(FAMILIES)}")
+    return InklingConfig.from_json(config)

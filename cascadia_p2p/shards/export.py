@@ -1,0 +1,311 @@
+"""Turns a checkpoint into shards: bounded in memory, and able to go on after an interruption."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from cascadia_p2p.errors import CapacityError, CascadiaError, UsageError
+from cascadia_p2p.models.family import SourceModel, read_source
+from cascadia_p2p.models.layout import TensorPlan, names_in_words
+from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.files import PART, WholeFile, write_whole
+from cascadia_p2p.shards.fingerprint import fingerprint
+from cascadia_p2p.shards.journal import Journal
+from cascadia_p2p.shards.manifest import (
+    EMBED,
+    HEAD,
+    MANIFEST,
+    TABLE,
+    TOKENIZER_FILES,
+    FileEntry,
+    Manifest,
+    ShardTable,
+    layer_file,
+    shard_directory,
+)
+from cascadia_p2p.shards.placement import Placed, check_source, copy, place
+from cascadia_p2p.shards.safetensors import Checkpoint, read_json_object
+from cascadia_p2p.shards.split import check_split, even_split
+
+_WORK = ".export"
+_SPARE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an export is.
+
+    Args:
+        done: bytes that are written, those of an earlier run among them.
+        total: bytes of all weights.
+        file: the file that is being written, as `shard-NN/NAME`.
+    """
+
+    done: int
+    total: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One file of weights that has to be there in the end."""
+
+    shard: int
+    name: str
+    placed: tuple[Placed, ...]
+    size: int
+
+    @property
+    def path(self) -> str:
+        return f"{shard_directory(self.shard)}/{self.name}"
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    *,
+    shards: int | None = None,
+    split: Sequence[int] | None = None,
+    encodings: Encodings | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Manifest:
+    """Write the shards of a checkpoint and return their manifest.
+
+    Run again with the same arguments after an interruption it goes on with the file it stopped at, and
+    the result is the same to the byte. A directory that is already complete is left as it is; files
+    that are missing there are written again.
+
+    Args:
+        checkpoint: directory with `config.json` and safetensors files.
+        out: directory to write; made if absent.
+        shards: this many, of sizes as even as possible. Either this or `split`.
+        split: layers of each shard.
+        encodings: stored forms; None is float32 throughout.
+        progress: told after every piece.
+        note: told, in a sentence each, what of the checkpoint is left out.
+
+    Raises:
+        CheckpointError: the checkpoint is not what it should be.
+        UsageError: the split does not fit the model, or `out` holds something else.
+        CapacityError: too little free space.
+        CascadiaError: `out` can not be written.
+    """
+    note = note or _silent
+    with Checkpoint(checkpoint) as source:
+        model = _read_model(source)
+        sizes = _decide_split(model, shards, split)
+        for plan in model.layout.tensors():
+            check_source(plan, source)
+        _note_rest(model, note)
+        try:
+            task = _Task(source, model, sizes, encodings or Encodings())
+            return task.run(out, progress or _silent)
+        except OSError as error:
+            raise _in_words(error, out) from error
+
+
+class _Meter:
+    """Adds up what is written and tells it."""
+
+    def __init__(self, total: int, tell: Callable[[Progress], None]) -> None:
+        self._total = total
+        self._tell = tell
+        self._done = 0
+        self._within = 0
+
+    def step(self, place_of_file: str, nbytes: int) -> None:
+        """A piece of a file is written."""
+        self._within += nbytes
+        self._tell(Progress(self._done + self._within, self._total, place_of_file))
+
+    def finish(self, place_of_file: str, size: int) -> None:
+        """A file is there."""
+        self._done += size
+        self._within = 0
+        self._tell(Progress(self._done, self._total, place_of_file))
+
+
+class _Task:
+    """An export whose source has been found good."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        model: SourceModel,
+        split: tuple[int, ...],
+        encodings: Encodings,
+    ) -> None:
+        self.source = source
+        self.model = model
+        self.split = split
+        self.encodings = encodings
+        self.work = _plan_work(model, split, encodings)
+        self.tokenizer = [name for name in TOKENIZER_FILES if (source.path / name).is_file()]
+        self.fingerprint = fingerprint(source, model, split, encodings, self.tokenizer)
+
+    def run(self, out: Path, progress: Callable[[Progress], None]) -> Manifest:
+        """Write what is not there yet."""
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"{out} is a file: give a directory to write the shards to")
+        earlier = Manifest.load(out) if (out / MANIFEST).exists() else None
+        if earlier is not None and earlier.fingerprint != self.fingerprint:
+            raise UsageError(
+                f"{out} holds the export of something else (another checkpoint, split or encoding): "
+                "choose another directory, or remove this one first"
+            )
+        (out / _WORK).mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(out / _WORK / "lock", timeout=0):
+                manifest = self._write(out, earlier, progress)
+        except Timeout:
+            raise UsageError(
+                f"another export is writing to {out}: wait for it, or choose another directory"
+            ) from None
+        shutil.rmtree(out / _WORK, ignore_errors=True)
+        return manifest
+
+    def _write(self, out: Path, earlier: Manifest | None, progress: Callable[[Progress], None]) -> Manifest:
+        journal = Journal(out / _WORK / "journal", out, self.fingerprint)
+        for place_of_file, entry in earlier.files.items() if earlier else ():
+            path = out / place_of_file
+            if path.is_file() and path.stat().st_size == entry.size:
+                journal.trust(place_of_file, entry)
+        for unfinished in out.glob(f"shard-*/*{PART}"):
+            unfinished.unlink()
+        self._check_space(out, journal)
+        meter = _Meter(sum(work.size for work in self.work), progress)
+        files: dict[str, FileEntry] = {}
+        for work in self.work:
+            done = journal.finished(work.path)
+            if done is None:
+                done = self._write_weights(out, work, partial(meter.step, work.path))
+                journal.note(work.path, done)
+            files[work.path] = done
+            meter.finish(work.path, work.size)
+        for shard in range(len(self.split)):
+            files |= self._write_rest(out, shard)
+        return self._write_manifest(out, files)
+
+    def _check_space(self, out: Path, journal: Journal) -> None:
+        need = sum(work.size for work in self.work if journal.finished(work.path) is None)
+        free = shutil.disk_usage(out).free
+        if need and need + _SPARE_BYTES > free:
+            raise CapacityError(
+                f"the export needs {bytes_in_words(need)} more on the disk of {out}, {bytes_in_words(free)} is free: "
+                "free some space, or choose a directory on another disk"
+            )
+
+    def _write_weights(self, out: Path, work: _Work, step: Callable[[int], None]) -> FileEntry:
+        path = out / work.path
+        path.parent.mkdir(exist_ok=True)
+        with WholeFile(path, work.size) as file:
+            copy(self.source, work.placed, file, step)
+            return file.finish()
+
+    def _write_rest(self, out: Path, shard: int) -> dict[str, FileEntry]:
+        """The table and the tokenizer of one shard."""
+        directory = shard_directory(shard)
+        table = ShardTable(
+            format=1,
+            fingerprint=self.fingerprint,
+            shard=shard,
+            files={
+                work.name: {item.plan.name: item.entry for item in work.placed}
+                for work in self.work
+                if work.shard == shard
+            },
+        )
+        content = {TABLE: table.to_bytes()} | {
+            name: (self.source.path / name).read_bytes() for name in self.tokenizer
+        }
+        return {
+            f"{directory}/{name}": write_whole(out / directory / name, data) for name, data in content.items()
+        }
+
+    def _write_manifest(self, out: Path, files: dict[str, FileEntry]) -> Manifest:
+        manifest = Manifest(
+            format=1,
+            family=self.model.family,
+            config=self.model.config.to_json(),
+            split=list(self.split),
+            encodings=self.encodings,
+            tokenizer=self.tokenizer,
+            files=files,
+            fingerprint=self.fingerprint,
+        )
+        # The one beside the shards comes last: where it stands, everything does.
+        for directory in (*map(shard_directory, range(len(self.split))), "."):
+            write_whole(out / directory / MANIFEST, manifest.to_bytes())
+        return manifest
+
+
+def _read_model(source: Checkpoint) -> SourceModel:
+    config = read_json_object(source.path / "config.json")
+    generation = source.path / "generation_config.json"
+    return read_source(config, read_json_object(generation) if generation.exists() else None, source.names)
+
+
+def _decide_split(model: SourceModel, shards: int | None, split: Sequence[int] | None) -> tuple[int, ...]:
+    if (shards is None) == (split is None):
+        raise UsageError("export needs either --shards N or --split a,b,...")
+    if shards is not None:
+        return even_split(shards, model.config.layers)
+    sizes = tuple(split or ())
+    check_split(sizes, model.config.layers)
+    return sizes
+
+
+def _plan_work(model: SourceModel, split: Sequence[int], encodings: Encodings) -> tuple[_Work, ...]:
+    result: list[_Work] = []
+
+    def add(shard: int, name: str, plans: Sequence[TensorPlan]) -> None:
+        placed, size = place(plans, encodings)
+        result.append(_Work(shard, name, placed, size))
+
+    add(0, EMBED, model.layout.embed)
+    layer = 0
+    for shard, count in enumerate(split):
+        for _ in range(count):
+            add(shard, layer_file(layer), model.layout.layers[layer])
+            layer += 1
+    add(len(split) - 1, HEAD, model.layout.head)
+    return tuple(result)
+
+
+def _note_rest(model: SourceModel, note: Callable[[str], None]) -> None:
+    if skipped := model.layout.skipped:
+        parts = ", ".join(f"{part} ({len(names)} tensors)" for part, names in skipped.items())
+        note(f"left out, as it is no part of the text model: {parts}")
+    if unknown := model.layout.unknown:
+        named = names_in_words(unknown, 8)
+        note(f"warning: {len(unknown)} tensors of the checkpoint are not known and left out: {named}")
+
+
+def _in_words(error: OSError, out: Path) -> CascadiaError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(
+            f"the disk of {out} is full: free some space and run the same command, it goes on"
+        )
+    where = error.filename or out
+    return CascadiaError(f"{where}: {error.strerror}; when that is mended, run the same command to go on")
+
+
+def bytes_in_words(count: int) -> str:
+    """A size as people say it, in decimal units."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size >= 1000:
+            size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _silent(_: object) -> None:
+    """Tells nobody."""
