@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +99,7 @@ class Slots:
         self._mark(error, start + segments["rows"] > self._context, SegmentError.CONTEXT)
         self._mark(error, start != self._held[place], SegmentError.POSITION)
         # A second window of one slot has rows that the first does not know to be its neighbours.
-        self._mark(error, _repeated(slot), SegmentError.POSITION)
+        self._mark(error, self._repeated(place), SegmentError.POSITION)
         unknown = (slot >= self._count) | ~self._live[place] | (self._stream[place] != segments["stream"])
         error[unknown] = SegmentError.UNKNOWN_STREAM
         wrong = came_right & (error != SegmentError.NONE)
@@ -111,6 +111,14 @@ class Slots:
     @staticmethod
     def _mark(error: npt.NDArray[np.uint16], where: Mask, kind: SegmentError) -> None:
         error[where & (error == SegmentError.NONE)] = kind
+
+    def _repeated(self, slots: npt.NDArray[np.int64]) -> Mask:
+        """True where the same slot stood before."""
+        order = np.arange(len(slots))
+        first = np.empty(self._count, np.int64)
+        first[slots[::-1]] = order[::-1]
+        result: Mask = first[slots] != order
+        return result
 
     def begin(self, segments: Table) -> None:
         """Mark admitted segments' slots as failed for as long as their layers are half done."""
@@ -126,13 +134,6 @@ class Slots:
     def fail(self, slot: int, error: SegmentError) -> None:
         """Let every further segment of the slot's stream fail with this."""
         self._failed[slot] = error
-
-
-def _repeated(slots: npt.NDArray[Any]) -> Mask:
-    """True where a number stood before."""
-    result = np.ones(len(slots), np.bool_)
-    result[np.unique(slots, return_index=True)[1]] = False
-    return result
 
 
 def cached_positions(promise: Promise, window: int | None, rewind: int) -> int:

@@ -24,6 +24,7 @@ from cascadia_p2p.engine.kernels.simd import (
     sub,
     total,
 )
+from cascadia_p2p.errors import CascadiaError
 
 _TILE: Final = 4
 _NOTHING: Final = np.float32(-np.inf)
@@ -145,7 +146,8 @@ class Router:
     """
 
     def __init__(self, weight: F32, bias: F32, scale: float, rows: int) -> None:
-        expect("router_bias", bias, (min(len(bias), weight.shape[0]),))
+        if len(bias) > len(weight):
+            raise CascadiaError(f"a router of {len(weight)} rows has a bias for {len(bias)} experts")
         self._weight, self._bias, self._scale = weight, bias, scale
         self._logits = np.empty((rows, weight.shape[0]), np.float32)
 
@@ -160,7 +162,7 @@ class Router:
         """
         rows, always = len(x), self._weight.shape[0] - len(self._bias)
         expect("x", x, (rows, self._weight.shape[1]))
-        expect("ids", ids, (rows, ids.shape[1]))
+        expect("ids", ids, (rows, min(ids.shape[1], len(self._bias))))
         expect("weights", weights, ids.shape)
         expect("shared", shared, (rows, always))
         _route(x, self._weight, self._bias, self._scale, self._logits[:rows], ids, weights, shared)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cascadia_p2p.engine.kernels.attention import Attention, AttentionSizes, AttentionWeights
+from cascadia_p2p.engine.kernels.attention import Attention, AttentionWeights
 from cascadia_p2p.engine.kernels.convolution import ResidualConvolution
 from cascadia_p2p.engine.kernels.norms import embed, normalise
 from cascadia_p2p.engine.kernels.router import Router
@@ -17,6 +17,7 @@ from cascadia_p2p.engine.slots import block_table, cached_positions
 from cascadia_p2p.errors import ShardError
 from cascadia_p2p.models.inkling.config import AttentionShape, InklingConfig
 from cascadia_p2p.models.inkling.layer import DenseMlp, InklingLayer, Mlp, SparseMlp, Workspace
+from cascadia_p2p.models.inkling.sizes import attention_sizes
 from cascadia_p2p.types import Promise
 
 LoadProgress = Callable[[str, int, int], None]
@@ -224,16 +225,3 @@ class _Builder:
             self.weight(f"{at}up", *stack, inner, hidden),
             self.weight(f"{at}down", *stack, hidden, inner),
         )
-
-
-def attention_sizes(config: InklingConfig, shape: AttentionShape) -> AttentionSizes:
-    """A layer's sizes as the attention kernel names them."""
-    return AttentionSizes(
-        shape.heads,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.d_rel,
-        shape.extent,
-        shape.window,
-        config.conv_kernel,
-    )

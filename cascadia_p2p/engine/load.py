@@ -1,0 +1,102 @@
+"""Loads one shard into a stage: room checked first, kernels ready, then layer by layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+from cascadia_p2p.engine.kernels import compiling
+from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory
+from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
+from cascadia_p2p.engine.stage import Stage
+from cascadia_p2p.errors import UsageError
+from cascadia_p2p.models.inkling.memory import memory_need
+from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
+from cascadia_p2p.shards.reader import ShardReader
+from cascadia_p2p.types import Promise
+
+PRECISIONS: Final = ("exact",)
+"""What `precision` may be."""
+
+REWIND: Final = 16
+"""Positions by which a stream can go back, unless said otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far loading is.
+
+    Args:
+        phase: compiling the kernels, or loading the weights.
+        part: what was made ready last.
+        done: parts of the phase that are ready.
+        total: parts of the phase.
+    """
+
+    phase: Literal["kernels", "weights"]
+    part: str
+    done: int
+    total: int
+
+
+def load_stage(
+    directory: Path,
+    index: int | None,
+    promise: Promise,
+    device: str = "CPU",
+    precision: str = "exact",
+    threads: int | None = None,
+    progress: Callable[[LoadProgress], None] | None = None,
+    *,
+    rewind: int = REWIND,
+    available: int | None = None,
+) -> Stage:
+    """Make a stage from an exported shard. Files are used as they are; verify them before.
+
+    Args:
+        directory: of an export, or of one of its shards.
+        index: which shard; None takes the only one that is there.
+        promise: what to have room for, all of it from the start.
+        device: as OpenVINO names it.
+        precision: one of `PRECISIONS`.
+        threads: of the CPU; None for one a core.
+        progress: told after every part.
+        rewind: positions by which a stream can go back.
+        available: bytes of memory to count on; None asks the system.
+
+    Raises:
+        CapacityError: not enough memory.
+        ShardError: the shard is not whole, or its tensors do not fit its config.
+        UsageError: no such device, precision or shard.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"--precision {precision} is not known here: choose {' or '.join(PRECISIONS)}")
+    reader = ShardReader(directory, index)
+    require_memory(
+        partial(stage_need, reader, rewind=rewind),
+        promise,
+        available_memory() if available is None else available,
+    )
+    threads = compiling.set_threads(threads or os.cpu_count() or 1)
+    backend = OpenVINOBackend(device, threads, promise.rows)
+    compiling.warm_up(_told("kernels", progress))
+    plan = StagePlan(reader.layers, promise, rewind)
+    model = InklingStageModel(reader.config, plan, reader, backend, _told("weights", progress))
+    return Stage(model, promise, rewind, reader.index)
+
+
+def stage_need(reader: ShardReader, promise: Promise, rewind: int = REWIND) -> MemoryNeed:
+    """Memory that a shard takes with this promise, in bytes."""
+    return memory_need(reader.config, reader.layers, promise, rewind)
+
+
+def _told(
+    phase: Literal["kernels", "weights"], progress: Callable[[LoadProgress], None] | None
+) -> Callable[[str, int, int], None] | None:
+    if progress is None:
+        return None
+    return lambda part, done, total: progress(LoadProgress(phase, part, done, total))

@@ -1,0 +1,105 @@
+"""What a stage needs in memory, known before anything is loaded, and the sentence when it is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import psutil
+
+from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.types import Promise
+
+RESERVE: Final = 192 * 2**20
+"""Left for the interpreter, the compiler and the network, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a stage takes.
+
+    Args:
+        weights: as the device keeps them. Mapped files that are read again only now and then are not counted.
+        caches: keys, values and histories of the promised slots at the promised context.
+        buffers: results of products, and what the runtime keeps for each of them.
+        reserve: for everything else.
+    """
+
+    weights: int
+    caches: int
+    buffers: int
+    reserve: int = RESERVE
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.caches + self.buffers + self.reserve
+
+
+def available_memory() -> int:
+    """Bytes that this machine can give without paging."""
+    return int(psutil.virtual_memory().available)
+
+
+def require_memory(need_of: Callable[[Promise], MemoryNeed], promise: Promise, available: int) -> MemoryNeed:
+    """What the promise needs, if it is there.
+
+    Args:
+        need_of: the need for any promise; it grows with slots and context.
+        promise: what is wanted.
+        available: bytes.
+
+    Raises:
+        CapacityError: it is not; the message holds need, have, and the largest smaller promises that fit.
+    """
+    need = need_of(promise)
+    if need.total <= available:
+        return need
+    raise CapacityError(
+        f"this shard needs {in_words(need.total)} of memory and {in_words(available)} are free "
+        f"(weights {in_words(need.weights)}, caches for {promise.slots} slots of {promise.context} positions "
+        f"{in_words(need.caches)}, buffers {in_words(need.buffers)}, reserve {in_words(need.reserve)}): "
+        f"{_advice(need_of, promise, available)}"
+    )
+
+
+def _advice(need_of: Callable[[Promise], MemoryNeed], promise: Promise, available: int) -> str:
+    def fits(smaller: Promise) -> bool:
+        return need_of(smaller).total <= available
+
+    slots = _largest(promise.slots - 1, lambda n: fits(replace(promise, slots=n)))
+    blocks = _largest((promise.context - 1) // BLOCK, lambda n: fits(replace(promise, context=n * BLOCK)))
+    both = _largest(
+        (promise.context - 1) // BLOCK, lambda n: fits(replace(promise, slots=1, context=n * BLOCK))
+    )
+    ways: list[str] = []
+    if slots:
+        ways.append(f"--slots {slots}")
+    if blocks:
+        ways.append(f"--context {blocks * BLOCK}")
+    if not ways and both:
+        ways.append(f"--slots 1 --context {both * BLOCK}")
+    if ways:
+        return f"it would fit with {' or with '.join(ways)}"
+    return "no smaller promise fits; free memory, or export the model into more shards"
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `most` that fits, or 0; whatever is below one that fits, fits."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def in_words(count: int) -> str:
+    """Bytes as text, such as 1.5 GiB."""
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB"

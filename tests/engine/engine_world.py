@@ -1,0 +1,155 @@
+"""A ring in one process: stages chained by hand, and frames made from few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
+from cascadia_p2p.engine.slots import Table
+from cascadia_p2p.engine.stage import Stage
+from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
+from cascadia_p2p.sample.recipe import Recipe
+from cascadia_p2p.sample.weights import tensors
+from cascadia_p2p.types import Promise
+from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentError, SegmentFlag
+
+F32 = npt.NDArray[np.float32]
+PROMISE = Promise(slots=3, context=400, rows=64)
+
+
+class SampleWeights:
+    """A sample model's tensors, as a `TensorSource`."""
+
+    def __init__(self, recipe: Recipe, seed: int = 0) -> None:
+        self.tensors = dict(tensors(recipe, seed))
+        self.tensors["head.weight"] = self.tensors["head.weight"][: recipe.vocab_valid].copy()
+
+    def tensor(self, name: str) -> F32:
+        return self.tensors[name]
+
+
+@cache
+def sample_weights(recipe: Recipe, seed: int = 0) -> SampleWeights:
+    return SampleWeights(recipe, seed)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Consecutive rows of one stream in one slot."""
+
+    stream: int
+    start: int
+    ids: Sequence[int]
+    slot: int = 0
+    want: bool = False
+
+
+def segments(*windows: Window) -> Table:
+    table = np.zeros(len(windows), SEGMENT)
+    for segment, window in zip(table, windows, strict=True):
+        segment["stream"], segment["slot"], segment["start"] = window.stream, window.slot, window.start
+        segment["rows"] = len(window.ids)
+        segment["flags"] = SegmentFlag.WANT_TOKEN if window.want else 0
+    return table
+
+
+def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int, int, int]) -> Table:
+    """Kind, stream, slot and, for a rewind, position."""
+    table = np.zeros(len(steps), OPERATION)
+    for operation, (kind, stream, slot, *position) in zip(table, steps, strict=True):
+        operation["kind"], operation["stream"], operation["slot"] = kind, stream, slot
+        operation["position"] = position[0] if position else 0
+    return table
+
+
+NO_OPERATIONS = operations()
+
+
+class Ring:
+    """All stages of one model.
+
+    Args:
+        recipe: the sample model.
+        split: layers of each stage.
+        weights: in place of those that belong to the recipe and seed 0.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        split: Sequence[int],
+        promise: Promise = PROMISE,
+        weights: SampleWeights | None = None,
+        threads: int = 1,
+        rewind: int = 16,
+    ) -> None:
+        source = weights or sample_weights(recipe)
+        ends = np.cumsum(split).tolist()
+        self.stages = [
+            Stage(
+                InklingStageModel(
+                    recipe.config(),
+                    StagePlan(range(end - count, end), promise, rewind),
+                    source,
+                    OpenVINOBackend("CPU", threads, promise.rows),
+                ),
+                promise,
+                rewind,
+                number,
+            )
+            for number, (end, count) in enumerate(zip(ends, split, strict=True))
+        ]
+
+    def start(self, stream: int, slot: int = 0) -> None:
+        self.send([], operations((OperationKind.START, stream, slot)))
+
+    def send(self, windows: Iterable[Window], table: Table = NO_OPERATIONS) -> tuple[Table, F32]:
+        """Take one frame through all stages; the marked segments, and the rows behind the last layer."""
+        windows = list(windows)
+        marked = segments(*windows)
+        rows: npt.NDArray[np.int32] | F32
+        rows = np.array([token for window in windows for token in window.ids], np.int32)
+        for stage in self.stages:
+            rows = stage.apply(marked, table, rows, lambda: None)
+        return marked, np.asarray(rows, np.float32)
+
+    def logits(self, windows: Iterable[Window], table: Table = NO_OPERATIONS) -> F32:
+        """The same, to logits; no segment may fail."""
+        marked, rows = self.send(windows, table)
+        assert (marked["error"] == SegmentError.NONE).all(), marked
+        return self.stages[-1].logits(rows)
+
+    def prefill(self, stream: int, ids: Sequence[int], window: int, slot: int = 0, start: int = 0) -> F32:
+        """Logits of a whole sequence, fed in windows."""
+        return np.concatenate(
+            [
+                self.logits([Window(stream, start + at, ids[at : at + window], slot)])
+                for at in range(0, len(ids), window)
+            ]
+        )
+
+    def generate(
+        self, stream: int, prompt: Sequence[int], count: int, window: int, slot: int = 0
+    ) -> tuple[int, ...]:
+        """Prefill in windows, then decode greedily by the records of the last stage."""
+        self.start(stream, slot)
+        made: list[int] = []
+        ids, at = list(prompt), 0
+        while len(made) < count:
+            part = ids[at : at + window]
+            marked, rows = self.send([Window(stream, at, part, slot, want=at + len(part) == len(ids))])
+            at += len(part)
+            records = self.stages[-1].tokens(marked, rows)
+            if at == len(ids):
+                assert records["position"].tolist() == [at]
+                assert records["status"].tolist() == [SegmentError.NONE]
+                made.append(int(records["token"][0]))
+                ids.append(made[-1])
+            else:
+                assert len(records) == 0
+        return tuple(made)
