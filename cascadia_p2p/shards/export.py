@@ -199,8 +199,8 @@ class _Task:
         free = shutil.disk_usage(out).free
         if need and need + _SPARE_BYTES > free:
             raise CapacityError(
-                f"the export needs {bytes_in_words(need)} more on the disk of {out}, {bytes_in_words(free)} is free: "
-                "free some space, or choose a directory on another disk"
+                f"the export needs {bytes_in_words(need)} more on the disk of {out}, "
+                f"where {bytes_in_words(free)} is free: make room, or choose a directory on another disk"
             )
 
     def _write_weights(self, out: Path, work: _Work, step: Callable[[int], None]) -> FileEntry:

@@ -1,0 +1,33 @@
+"""A small model, and its exports, shared by the tests of this directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cascadia_p2p.sample.checkpoint import make_checkpoint
+from cascadia_p2p.sample.recipe import Recipe
+from cascadia_p2p.shards.export import export
+
+SMALL = Recipe("small", layers=7, hidden=32, experts=5, chosen=2, expert_width=8, dense_width=24)
+
+
+@pytest.fixture(scope="session")
+def small() -> Recipe:
+    """Seven layers, the sixth of them global, the first two dense."""
+    return SMALL
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model as transformers writes it."""
+    return make_checkpoint(tmp_path_factory.mktemp("source") / "model", SMALL)
+
+
+@pytest.fixture
+def exported(checkpoint: Path, tmp_path: Path) -> Path:
+    """The small model in three shards of 3, 2 and 2 layers, for a test to spoil."""
+    out = tmp_path / "exported"
+    export(checkpoint, out, split=(3, 2, 2))
+    return out

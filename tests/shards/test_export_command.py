@@ -1,0 +1,61 @@
+"""The command line of `export`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from cascadia_p2p.cli import export as command
+from cascadia_p2p.errors import UsageError
+from cascadia_p2p.shards.export import bytes_in_words
+from cascadia_p2p.shards.manifest import Manifest
+
+
+def run(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers(dest="command"))
+    return command.run(parser.parse_args(["export", *map(str, words)]))
+
+
+def test_the_manifest_goes_to_stdout_and_all_else_to_stderr(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(checkpoint, tmp_path / "out", "--split", "4,3", "--experts", "f32") == 0
+    out, err = capsys.readouterr()
+    assert out == f"{tmp_path / 'out' / 'manifest.json'}\n"
+    assert "7 layers in 2 shards of 4,3" in err
+    assert Manifest.load(tmp_path / "out").split == [4, 3]
+
+
+def test_one_way_to_split_must_be_given(checkpoint: Path, tmp_path: Path) -> None:
+    for words in ([], ["--shards", "2", "--split", "4,3"]):
+        with pytest.raises(SystemExit, match="2"):
+            run(checkpoint, tmp_path / "out", *words)
+
+
+def test_flags_are_judged_before_the_checkpoint_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--projections int8 comes with a later version"):
+        run(tmp_path / "absent", tmp_path / "out", "--shards", "2", "--projections", "int8")
+    with pytest.raises(UsageError, match="--split has 'six' at place 1"):
+        run(tmp_path / "absent", tmp_path / "out", "--split", "six")
+
+
+def test_ctrl_c_says_that_the_export_can_go_on(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "export", interrupted)
+    assert run(checkpoint, tmp_path / "out", "--shards", "2") == 130
+    assert "it goes on where it stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (8_200_000_000, "8.2 GB"), (10**16, "10000.0 TB")],
+)
+def test_sizes_in_words(count: int, words: str) -> None:
+    assert bytes_in_words(count) == words
