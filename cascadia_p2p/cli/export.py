@@ -22,13 +22,11 @@ from cascadia_p2p.shards.manifest import MANIFEST, Manifest
 from cascadia_p2p.shards.split import parse_split, spell_split
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command and its flags."""
-    parser = subparsers.add_parser(
-        "export",
-        help="split a checkpoint into shards, one for each node",
-        description="Splits an Inkling checkpoint into shards of consecutive layers, one directory each. "
-        "Run again after an interruption, it goes on where it stopped.",
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.epilog = (
+        "Splits a checkpoint into shards of consecutive layers, one directory each. Run again after an "
+        "interruption, it goes on where it stopped."
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="directory with config.json and safetensors"
