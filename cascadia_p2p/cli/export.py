@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
+        transient=True,
     )
     try:
         with bar:
@@ -88,7 +89,6 @@ def run(args: argparse.Namespace) -> int:
                 progress=step,
                 note=note,
             )
-            bar.update(task, description="done")
     except KeyboardInterrupt:
         console.print("stopped: run the same command again, it goes on where it stopped", soft_wrap=True)
         return 130

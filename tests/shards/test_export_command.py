@@ -15,8 +15,8 @@ from cascadia_p2p.shards.manifest import Manifest
 
 def run(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(dest="command"))
-    return command.run(parser.parse_args(["export", *map(str, words)]))
+    command.configure(parser)
+    return command.run(parser.parse_args([*map(str, words)]))
 
 
 def test_the_manifest_goes_to_stdout_and_all_else_to_stderr(
