@@ -99,7 +99,7 @@ class Slots:
         self._mark(error, start + segments["rows"] > self._context, SegmentError.CONTEXT)
         self._mark(error, start != self._held[place], SegmentError.POSITION)
         # A second window of one slot has rows that the first does not know to be its neighbours.
-        self._mark(error, self._repeated(place), SegmentError.POSITION)
+        self._mark(error, self._repeated(np.minimum(slot, self._count)), SegmentError.POSITION)
         unknown = (slot >= self._count) | ~self._live[place] | (self._stream[place] != segments["stream"])
         error[unknown] = SegmentError.UNKNOWN_STREAM
         wrong = came_right & (error != SegmentError.NONE)
@@ -113,9 +113,9 @@ class Slots:
         error[where & (error == SegmentError.NONE)] = kind
 
     def _repeated(self, slots: npt.NDArray[np.int64]) -> Mask:
-        """True where the same slot stood before."""
+        """True where the same number, at most the count of slots, stood before."""
         order = np.arange(len(slots))
-        first = np.empty(self._count, np.int64)
+        first = np.empty(self._count + 1, np.int64)
         first[slots[::-1]] = order[::-1]
         result: Mask = first[slots] != order
         return result
