@@ -3,8 +3,8 @@
     with Client() as client:
         print(client.generate("The sky is", max_tokens=32).text)
 
-Any ZeroMQ REQ socket can do the same with one JSON frame each way; this library adds finding the head by mDNS,
-time limits, and noticing at once when the head dies.
+Any ZeroMQ REQ socket can do the same with one JSON frame each way; this library adds finding the head by
+mDNS, time limits, and noticing at once when the head dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from cascadia_p2p.discovery.lookup import find_head, find_head_sync
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, WireError
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.types import Endpoint
-from cascadia_p2p.wire.client import ErrorReply, GenerateReply, GenerateRequest, StatusReply, StatusRequest, decode_reply
+from cascadia_p2p.wire.client import (
+    ErrorReply,
+    GenerateReply,
+    GenerateRequest,
+    StatusReply,
+    StatusRequest,
+    decode_reply,
+)
 from cascadia_p2p.wire.model import Message, encode
 
 __all__ = ["AsyncClient", "Client", "GenerateReply"]

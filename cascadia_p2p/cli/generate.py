@@ -12,10 +12,16 @@ from cascadia_p2p.errors import UsageError
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads it from stdin")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads it from stdin"
+    )
     parser.add_argument("--token-ids", metavar="1,2,3", help="the prompt as token ids")
-    parser.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="new tokens, at most (default: 128)")
-    parser.add_argument("--stop-token-ids", metavar="1,2,3", help="ids that end the answer, besides the model's own")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=128, metavar="N", help="new tokens, at most (default: 128)"
+    )
+    parser.add_argument(
+        "--stop-token-ids", metavar="1,2,3", help="ids that end the answer, besides the model's own"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end of sequence")
     parser.add_argument("--json", action="store_true", help="print the whole reply as JSON")
     add_flags(parser, "endpoint", "fleet", "timeout")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -74,11 +75,11 @@ async def _live(config: Config, while_stdin_open: bool) -> int:
 
 def _on_end_of_input(leave: Callable[[], None]) -> None:
     """Call `leave` in the running loop when standard input ends: whoever started this process is gone."""
-    loop = asyncio.get_running_loop()
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def watch() -> None:
         with contextlib.suppress(OSError, ValueError):
-            while sys.stdin.buffer.raw.read(4096):
+            while os.read(descriptor, 4096):
                 pass
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(leave)
@@ -90,15 +91,14 @@ def _on_end_of_input(leave: Callable[[], None]) -> None:
 def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
     """Call `leave` in the running loop at Ctrl-C or a polite kill; a second one ends at once."""
     loop = asyncio.get_running_loop()
-    kinds = [signal.SIGINT, signal.SIGTERM]
-    before = {}
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def handle(number: int, _: object) -> None:
-        signal.signal(number, before[number])
+        signal.signal(number, before[signal.Signals(number)])
         loop.call_soon_threadsafe(leave)
 
     for kind in kinds:
-        before[kind] = signal.getsignal(kind)
         signal.signal(kind, handle)
     try:
         yield
@@ -110,4 +110,3 @@ def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     # ZeroMQ's descriptors need a loop that can watch them; Windows' default one can not.
     return asyncio.SelectorEventLoop if sys.platform == "win32" else None
-

@@ -1,4 +1,4 @@
-"""The scheduler in the data thread: every call here is made there, and what happened goes to the event loop."""
+"""The scheduler in the data thread: all calls are made there, what happened goes to the event loop."""
 
 from __future__ import annotations
 
@@ -82,5 +82,9 @@ class HeadConductor:
 
 def ring_incomplete(reason: str, missing: Sequence[int]) -> RequestError:
     """The error of requests that a ring with missing shards can not answer."""
-    named = f"; missing: {'shard' if len(missing) == 1 else 'shards'} {', '.join(map(str, missing))}" if missing else ""
+    named = (
+        f"; missing: {'shard' if len(missing) == 1 else 'shards'} {', '.join(map(str, missing))}"
+        if missing
+        else ""
+    )
     return RequestError(ErrorCode.RING_INCOMPLETE, f"the ring is incomplete: {reason}{named}")

@@ -1,7 +1,7 @@
-"""The node's side of all control connections: links by number, dialled again, routed to the nodes behind them.
+"""The node's control connections: links by number, kept up, routed to the nodes behind them.
 
-A link is one connection over which control messages come: one that this node dialled, or one that a peer dialled
-and this node's ROUTER knows by its identity. What the messages mean is the ring machine's affair.
+A link is one connection over which control messages come: one that this node dialled, or one that a peer
+dialled and this node's ROUTER knows by its identity. What the messages mean is the ring machine's affair.
 """
 
 from __future__ import annotations

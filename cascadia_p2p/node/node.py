@@ -1,8 +1,8 @@
 """One node: its life from the command line to the goodbye, with every part joined.
 
-The event loop serves discovery, control connections and clients; the data thread computes; a loader thread fills
-the shard. The ring machine decides: everything that happens becomes one of its events, and what it asks for is
-done here, in order.
+The event loop serves discovery, control connections and clients; the data thread computes; a loader thread
+fills the shard. The ring machine decides: everything that happens becomes one of its events, and what it asks
+for is done here, in order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, assert_never
+from typing import TypeVar, assert_never
 
 import structlog
 from pydantic import JsonValue
@@ -20,7 +20,7 @@ from cascadia_p2p import __version__
 from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
 from cascadia_p2p.discovery.txt import Announcement
-from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.node.answers import AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
@@ -36,6 +36,8 @@ from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire.messages import StatusQuery, StatusReport
+
+T = TypeVar("T")
 
 _log = structlog.get_logger()
 
@@ -63,9 +65,7 @@ class Node:
         self._conductor = HeadConductor(
             Scheduler(Policy(queue_limit=config.queue)), self._from_data_thread(self._deliver)
         )
-        self._worker = Worker(
-            places, config, self._conductor, emit=self._from_data_thread(self._handle)
-        )
+        self._worker = Worker(places, config, self._conductor, emit=self._from_data_thread(self._handle))
         self._plane = ControlPlane(
             places.network, places.control, lambda: self._machine.greeting(time.monotonic()), self._handle
         )
@@ -126,7 +126,7 @@ class Node:
 
     # --- events in ----------------------------------------------------------------------------------------
 
-    def _from_data_thread[T](self, function: Callable[[T], None]) -> Callable[[T], None]:
+    def _from_data_thread(self, function: Callable[[T], None]) -> Callable[[T], None]:
         def hand_over(value: T) -> None:
             # The loop may have closed while the data thread said its last word.
             with contextlib.suppress(RuntimeError):
@@ -136,7 +136,9 @@ class Node:
 
     def _handle(self, event: events.Event) -> None:
         if isinstance(event, events.Heard) and isinstance(event.message, StatusQuery):
-            report = StatusReport(node=self._profile.node, instance=self._profile.instance, body=self.status())
+            report = StatusReport(
+                node=self._profile.node, instance=self._profile.instance, body=self.status()
+            )
             self._plane.answer(event.link, report)
             return
         for action in self._machine.handle(event, time.monotonic()):
@@ -168,7 +170,9 @@ class Node:
 
     def _watch_task(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("task_failed", message=f"the node's own task '{task.get_name()}' failed", exc_info=error)
+            _log.error(
+                "task_failed", message=f"the node's own task '{task.get_name()}' failed", exc_info=error
+            )
             self._end(CascadiaError(f"an internal task failed ({error}): start the node again"))
 
     # --- actions out --------------------------------------------------------------------------------------
@@ -248,7 +252,7 @@ class Node:
             server.close()
             self._end(error)
             return
-        desk = AnswerDesk(self._model.facts, self._model.tokenizer)
+        desk = AnswerDesk(self._model.facts, self._worker.tokenizer)
         self._head = HeadService(
             server,
             desk,
@@ -260,7 +264,9 @@ class Node:
         )
         self._head.start()
         where = ", ".join(endpoint.tcp for endpoint in server.endpoints)
-        _log.info("clients_served", message=f"clients are served at {where}", endpoint=server.endpoints[0].tcp)
+        _log.info(
+            "clients_served", message=f"clients are served at {where}", endpoint=server.endpoints[0].tcp
+        )
 
     def _close_door(self, reason: str) -> None:
         head, self._head = self._head, None
@@ -305,7 +311,9 @@ class Node:
 
     def _missing(self) -> list[int]:
         missing = self._machine.snapshot(time.monotonic())["missing"]
-        return [int(shard) for shard in missing if isinstance(shard, int)] if isinstance(missing, list) else []
+        return (
+            [int(shard) for shard in missing if isinstance(shard, int)] if isinstance(missing, list) else []
+        )
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -327,5 +335,3 @@ class Node:
         await self._discovery.stop()
         await self._worker.stop()
         await self._plane.close()
-
-

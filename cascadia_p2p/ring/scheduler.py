@@ -345,11 +345,18 @@ class Scheduler:
         return None
 
     def _retire(self, stream: Stream) -> None:
-        """Take a stream out of its slot; its release goes out before the slot's next start."""
+        """Take a stream out of its slot; its release goes out before the slot's next start.
+
+        A start that has not gone out is taken back, so that a frame never has more than two operations a slot.
+        """
         del self._running[stream.request.stream]
         self._turns.remove(stream.request.stream)
         if self._ring is not None and stream.slot is not None:
-            self._operations.append((OperationKind.RELEASE, stream.request.stream, stream.slot))
+            start = (OperationKind.START, stream.request.stream, stream.slot)
+            if start in self._operations:
+                self._operations.remove(start)
+            else:
+                self._operations.append((OperationKind.RELEASE, stream.request.stream, stream.slot))
             self._ring.free.append(stream.slot)
         stream.slot = None
 

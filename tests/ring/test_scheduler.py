@@ -40,6 +40,7 @@ class ModelRing:
     def run(self, plan: Plan) -> None:
         self.number += 1
         assert plan.number == self.number
+        assert len(plan.operations) <= 2 * self.promise.slots
         for operation in plan.operations:
             slot, stream = int(operation["slot"]), int(operation["stream"])
             assert 0 <= slot < self.promise.slots

@@ -1,0 +1,141 @@
+"""`status`: show the ring, its nodes and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import orjson
+from pydantic import JsonValue
+from rich.console import Console
+from rich.table import Table
+
+from cascadia_p2p.client import Client
+from cascadia_p2p.config import Config, add_flags, flags_of, load_config
+from cascadia_p2p.discovery.lookup import find_nodes_sync
+from cascadia_p2p.errors import UnreachableError, WireError
+from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.types import Endpoint
+
+ANSWER_S = 3.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give the command its flags."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_flags(parser, "endpoint", "fleet")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the head, or any node while there is no head, and print what it knows."""
+    config = load_config(flags_of(args), file=args.config)
+    body = _ask(config)
+    if args.json:
+        sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+    else:
+        _show(body)
+    return 0
+
+
+def _ask(config: Config) -> dict[str, JsonValue]:
+    if config.endpoint is not None:
+        return _ask_endpoint(config.endpoint)
+    found = find_nodes_sync(config.fleet)
+    for each in found:
+        for client in each.clients:
+            try:
+                return _ask_head(client)
+            except (UnreachableError, WireError):
+                continue
+    for each in found:
+        for control in each.endpoints:
+            try:
+                return asyncio.run(ask_node(control, ANSWER_S))
+            except UnreachableError:
+                continue
+    raise UnreachableError(
+        f"no node of fleet '{config.fleet}' answers: start nodes with 'cascadia-p2p join', check --fleet, "
+        "or name one with --endpoint tcp://HOST:PORT (client or control port)"
+    )
+
+
+def _ask_endpoint(endpoint: Endpoint) -> dict[str, JsonValue]:
+    """A head's client port, or any node's control port."""
+    try:
+        return asyncio.run(ask_node(endpoint, 1.0))
+    except UnreachableError:
+        return _ask_head(endpoint)
+
+
+def _ask_head(endpoint: Endpoint) -> dict[str, JsonValue]:
+    with Client(endpoint, timeout_s=ANSWER_S) as client:
+        return client.status()
+
+
+def _show(body: dict[str, JsonValue]) -> None:
+    console = Console(highlight=False)
+    epoch = body.get("epoch")
+    counter = f", epoch {epoch['counter']}" if isinstance(epoch, dict) else ""
+    console.print(
+        f"fleet '{body.get('fleet')}', model '{body.get('model')}': ring {body.get('state')}{counter}",
+        markup=False,
+    )
+    if body.get("waiting_for"):
+        console.print(f"waiting for {body['waiting_for']}", markup=False)
+    if body.get("paused"):
+        console.print(f"no new requests start: {body['paused']}", markup=False)
+    console.print(_nodes(body))
+    requests = body.get("requests")
+    if isinstance(requests, dict):
+        console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
+
+
+def _nodes(body: dict[str, JsonValue]) -> Table:
+    stages = {str(row["node"]): row for row in _rows(body, "stages")}
+    table = Table(box=None, pad_edge=False)
+    for title in ("stage", "shard", "state", "node", "control", "frames in", "out", "heard"):
+        table.add_column(title)
+    nodes = _rows(body, "nodes")
+    for node in sorted(
+        nodes, key=lambda row: (_order(stages.get(str(row.get("node")))), str(row.get("node")))
+    ):
+        stage = stages.get(str(node.get("node")), {})
+        heard = node.get("heard_s")
+        table.add_row(
+            _text(stage.get("stage")),
+            _text(node.get("shard")),
+            _state(node),
+            f"{node.get('host')}/{str(node.get('node'))[:8]}",
+            _text(node.get("control")),
+            _text(stage.get("frames_in")),
+            _text(stage.get("frames_out")),
+            f"{heard:.1f} s ago" if isinstance(heard, float) and heard else "",
+        )
+    return table
+
+
+def _state(node: dict[str, JsonValue]) -> str:
+    state = str(node.get("claim", ""))
+    if node.get("standby"):
+        state += ", standby"
+    if node.get("suspect"):
+        state += ", suspect"
+    progress = node.get("progress")
+    if state.startswith("loading") and isinstance(progress, float):
+        state += f" {progress:.0%}"
+    return state
+
+
+def _rows(body: dict[str, JsonValue], name: str) -> list[dict[str, JsonValue]]:
+    rows = body.get(name)
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _order(stage: dict[str, JsonValue] | None) -> int:
+    number = stage.get("stage") if stage else None
+    return number if isinstance(number, int) else 1 << 20
+
+
+def _text(value: JsonValue) -> str:
+    return "" if value is None else str(value)

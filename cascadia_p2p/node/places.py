@@ -1,0 +1,161 @@
+"""What a node must have before it can live: its model, its identity, its address and its bound ports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cascadia_p2p import __version__
+from cascadia_p2p.config import Config, find_model
+from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces
+from cascadia_p2p.identity import Identity
+from cascadia_p2p.models.family import ModelConfig
+from cascadia_p2p.node.answers import ModelFacts
+from cascadia_p2p.ring.profile import NodeProfile
+from cascadia_p2p.shards.manifest import Manifest, shard_directory
+from cascadia_p2p.shards.reader import held_shards
+from cascadia_p2p.text.tokenizer import Tokenizer
+from cascadia_p2p.transport.control import ControlServer
+from cascadia_p2p.transport.data import DataReceiver, DataTransport
+from cascadia_p2p.transport.network import Network
+from cascadia_p2p.types import Endpoint, Promise
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """The exported model, as far as it is on this machine.
+
+    Args:
+        directory: of the export, or of one of its shards.
+        manifest: read from there.
+        config: the family's own.
+        holds: shards whose directories are here.
+    """
+
+    directory: Path
+    manifest: Manifest
+    config: ModelConfig
+    holds: tuple[int, ...]
+
+    @classmethod
+    def open(cls, directory: Path) -> LocalModel:
+        """Read what is there.
+
+        Raises:
+            ShardError: there is no manifest, or it is damaged.
+        """
+        manifest = Manifest.load(directory)
+        return cls(directory, manifest, manifest.model_config_of(), held_shards(directory))
+
+    @property
+    def name(self) -> str:
+        """The model in a few words, the same on every machine."""
+        return f"{self.manifest.family}, {self.config.layers} layers of {self.config.hidden}"
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What requests are judged by."""
+        return ModelFacts(self.config.vocab_valid, frozenset(self.config.eos_ids))
+
+    def tokenizer(self, shard: int) -> Tokenizer | None:
+        """The tokenizer that lies with a shard; None when the model has none.
+
+        Raises:
+            ShardError: the file is missing or damaged.
+        """
+        if "tokenizer.json" not in self.manifest.tokenizer:
+            return None
+        inside = self.directory / shard_directory(shard)
+        return Tokenizer.load((inside if inside.is_dir() else self.directory) / "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Everything opened; `open` closes it again.
+
+    Args:
+        identity: the locked state directory.
+        model: what there is to serve.
+        address: bound and announced.
+        network: makes all sockets.
+        control, receiver: bound.
+        client_port: to be bound when this node becomes the head.
+        promise: what this node offers to hold.
+    """
+
+    identity: Identity
+    model: LocalModel
+    address: Address
+    network: Network
+    control: ControlServer
+    transport: DataTransport
+    receiver: DataReceiver
+    client_port: int
+    promise: Promise
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: Config) -> Iterator[Places]:
+        """Open all, and close it at the end; in a running event loop.
+
+        Raises:
+            CascadiaError: there is no model, no state directory, no such address or no free port.
+        """
+        model = LocalModel.open(find_model(config))
+        address = choose_address(config.bind, list_interfaces())
+        promise = Promise(config.slots, min(config.context, model.config.context), config.rows)
+        with contextlib.ExitStack() as stack:
+            identity = stack.enter_context(Identity.open(config.state_root))
+            network = stack.enter_context(Network())
+            control = ControlServer(network, address.ip, config.port)
+            stack.callback(control.close)
+            transport = DataTransport(network)
+            receiver = transport.bind(
+                address.ip,
+                config.port + 1 if config.port else 0,
+                max_part=promise.rows * model.config.hidden * 4,
+            )
+            stack.callback(receiver.close)
+            client_port = config.client_port or _free_port(address.ip)
+            yield cls(identity, model, address, network, control, transport, receiver, client_port, promise)
+
+    def profile(self, config: Config) -> NodeProfile:
+        """The unchanging facts that the ring machine works with.
+
+        Raises:
+            UsageError: no shard is here, or not the one that was asked for.
+        """
+        manifest = self.model.manifest
+        return NodeProfile(
+            node=self.identity.node_id,
+            instance=self.identity.instance,
+            host=platform.node()[:64] or "this machine",
+            software=__version__,
+            fleet=config.fleet,
+            model=self.model.name,
+            fingerprint=manifest.fingerprint,
+            shards=manifest.shards,
+            layers=manifest.layers,
+            hidden=self.model.config.hidden,
+            holds=self.model.holds,
+            promise=self.promise,
+            control=self.control.endpoint,
+            data=self.receiver.endpoint,
+            client=Endpoint(self.address.ip, self.client_port),
+            device=config.device,
+            pid=os.getpid(),
+            shard=config.shard,
+        )
+
+
+def _free_port(ip: str) -> int:
+    """A port that nobody uses now; the head binds it when it becomes one."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((ip.partition("%")[0], 0))
+        return int(probe.getsockname()[1])

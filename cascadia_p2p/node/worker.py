@@ -1,0 +1,217 @@
+"""The node's two working threads behind one door: the data thread, and the one that loads shards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from pydantic import JsonValue
+
+from cascadia_p2p.config import Config
+from cascadia_p2p.engine.load import LoadProgress, load_stage
+from cascadia_p2p.engine.stage import Stage
+from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.node.conductor import HeadConductor
+from cascadia_p2p.node.data_thread import DataThread
+from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.seat import Seat
+from cascadia_p2p.ring import events
+from cascadia_p2p.ring.actions import SwitchEpoch
+from cascadia_p2p.shards.reader import ShardReader, VerifyProgress
+from cascadia_p2p.text.tokenizer import Tokenizer
+from cascadia_p2p.types import Epoch, Promise
+from cascadia_p2p.wire.frames import FrameLimits
+
+JOIN_S = 5.0
+
+_log = structlog.get_logger()
+
+
+class _GivenUpError(Exception):
+    """What is being loaded is not wanted any more."""
+
+
+class Worker:
+    """Loads shards, and runs the loaded one in epochs.
+
+    Args:
+        places: model and sockets.
+        config: device, precision, threads.
+        conductor: the scheduler's side, used when this node is the head.
+        emit: takes events of the ring machine, from any thread.
+    """
+
+    def __init__(
+        self, places: Places, config: Config, conductor: HeadConductor, emit: Callable[[events.Event], None]
+    ) -> None:
+        self._places = places
+        self._config = config
+        self._conductor = conductor
+        self._emit = emit
+        self._data = DataThread(places.receiver, places.transport, self)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._wanted: int | None = None
+        self._stage: Stage | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._stopping = threading.Event()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's, once shard 0 is loaded here; None when it has none."""
+        return self._tokenizer
+
+    def start(self) -> None:
+        """Take frames from now on."""
+        self._data.start()
+
+    async def stop(self) -> None:
+        """End both threads."""
+        self._stopping.set()
+        self._data.stop()
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        if not await asyncio.to_thread(self._data.join, JOIN_S):
+            _log.warning("data_thread_slow", message="the data thread is still busy and is left behind")
+
+    # --- loading ------------------------------------------------------------------------------------------
+
+    def load(self, shard: int) -> None:
+        """Load a shard in place of any other; told by LoadProgress, then ShardLoaded or LoadFailed."""
+        self._wanted = shard
+        self._stage = None
+        self._loader.submit(self._load, shard)
+
+    def _load(self, shard: int) -> None:
+        try:
+            reader = ShardReader(self._places.model.directory, shard)
+            _log.info("shard_loading", message=f"checking and loading shard {shard}", shard=shard)
+            reader.verify(self._places.identity.directory, lambda done: self._verified(shard, done))
+            stage = load_stage(
+                self._places.model.directory,
+                shard,
+                self._places.promise,
+                self._config.device,
+                self._config.precision,
+                self._config.threads,
+                lambda progress: self._loaded(shard, progress),
+            )
+            if shard == 0:
+                self._tokenizer = self._places.model.tokenizer(shard)
+            self._stage = stage
+        except _GivenUpError:
+            return
+        except CascadiaError as error:
+            self._emit(events.LoadFailed(shard, error))
+        except Exception as error:
+            _log.exception("load_failed", message=f"shard {shard} can not be loaded")
+            failure = CascadiaError(f"shard {shard} can not be loaded: {type(error).__name__}: {error}")
+            self._emit(events.LoadFailed(shard, failure))
+        else:
+            self._emit(events.ShardLoaded(shard))
+
+    def _verified(self, shard: int, progress: VerifyProgress) -> None:
+        self._report_load(shard, 0.3 * progress.done / max(1, progress.total))
+
+    def _loaded(self, shard: int, progress: LoadProgress) -> None:
+        share = progress.done / max(1, progress.total)
+        self._report_load(shard, 0.3 + (0.2 * share if progress.phase == "kernels" else 0.2 + 0.5 * share))
+
+    def _report_load(self, shard: int, share: float) -> None:
+        if self._stopping.is_set() or self._wanted != shard:
+            raise _GivenUpError
+        self._emit(events.LoadProgress(shard, share))
+
+    # --- epochs -------------------------------------------------------------------------------------------
+
+    def switch(self, action: SwitchEpoch) -> None:
+        """Take a place in an epoch; told by Switched or SwitchFailed."""
+        if self._stage is None:
+            self._emit(events.SwitchFailed(action.epoch, "no shard is loaded here"))
+            return
+        seat = Seat(
+            epoch=action.epoch,
+            index=action.stage,
+            stages=len(action.members),
+            stage=self._stage,
+            limits=self._limits(action.promise),
+            successor=action.successor.data,
+            conductor=self._conductor if action.stage == 0 else None,
+        )
+        self._data.form(seat)
+
+    def probe(self, epoch: Epoch, number: int) -> None:
+        """Send a probe round the ring."""
+        self._data.probe(epoch, number)
+
+    def open(self, epoch: Epoch) -> None:
+        """Start frames, on the head."""
+        self._data.open(epoch)
+
+    def close_epoch(self, epoch: Epoch) -> None:
+        """Leave an epoch."""
+        self._data.close(epoch)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run a function in the data thread, between frames."""
+        self._data.call(function)
+
+    def counters(self) -> events.Counters:
+        """What the data thread has done, for the ring machine."""
+        counted = self._data.counters
+        return events.Counters(
+            epoch=counted.epoch,
+            progress=counted.progress,
+            frames_in=counted.frames_in,
+            frames_out=counted.frames_out,
+            waiting_send=counted.waiting_send,
+            probe_seen=counted.probe_seen,
+        )
+
+    def report(self) -> dict[str, JsonValue]:
+        """The data thread's counters for `status`: times in seconds, drops by reason."""
+        counted = self._data.counters
+        return {
+            "progress": counted.progress,
+            "frames_in": counted.frames_in,
+            "frames_out": counted.frames_out,
+            "rows": counted.rows,
+            "errors": counted.errors,
+            "busy_s": round(counted.busy_ns / 1e9, 6),
+            "wait_s": round(counted.wait_ns / 1e9, 6),
+            "send_s": round(counted.send_ns / 1e9, 6),
+            "dropped": {str(reason): count for reason, count in counted.dropped.items() if count},
+        }
+
+    def _limits(self, promise: Promise) -> FrameLimits:
+        """A stream has one segment a frame; a slot has a release and a start, at most."""
+        return FrameLimits(
+            hidden=self._places.model.config.hidden,
+            rows=promise.rows,
+            segments=min(promise.rows, promise.slots),
+            operations=2 * promise.slots,
+            records=min(promise.rows, promise.slots),
+        )
+
+    # --- what the data thread reports -----------------------------------------------------------------------
+
+    def switched(self, epoch: Epoch) -> None:
+        """See `DataReports`."""
+        self._emit(events.Switched(epoch))
+
+    def switch_failed(self, epoch: Epoch, sentence: str) -> None:
+        """See `DataReports`."""
+        self._emit(events.SwitchFailed(epoch, sentence))
+
+    def probe_returned(self, epoch: Epoch, number: int) -> None:
+        """See `DataReports`."""
+        self._emit(events.ProbeReturned(epoch, number))
+
+    def hop_broken(self, epoch: Epoch, sentence: str) -> None:
+        """See `DataReports`."""
+        self._emit(events.HopBroken(epoch, sentence))
+
+    def died(self, sentence: str) -> None:
+        """See `DataReports`."""
+        self._emit(events.DataThreadDied(sentence))
