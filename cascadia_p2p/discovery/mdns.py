@@ -23,7 +23,6 @@ __all__ = ["Found", "Mdns", "Sightings"]
 
 _OFTEN, _SELDOM = 5.0, 60.0
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 30.0
-_START_LIMIT = 10.0
 _RESOLVE_LIMIT_MS = 3000
 _RESOLVERS = 4
 _MAX_UNRESOLVED = 1024
@@ -294,6 +293,7 @@ class _Session:
         self._traffic = traffic
         self._take, self._drop = take, drop
         self._zeroconf: AsyncZeroconf | None = None
+        self._starting: asyncio.Task[None] | None = None
         self._browser: AsyncServiceBrowser | None = None
         self._info: ServiceInfo | None = None
         self._unresolved: asyncio.Queue[str] = asyncio.Queue(_MAX_UNRESOLVED)
@@ -301,10 +301,13 @@ class _Session:
         self._broadcasts: set[asyncio.Future[None]] = set()
 
     async def open(self) -> None:
+        for address in self._addresses:
+            _require(address)
         inner = CountedZeroconf([_socket_choice(address) for address in self._addresses], self._traffic)
         self._zeroconf = AsyncZeroconf(zc=inner)
-        async with asyncio.timeout(_START_LIMIT):
-            await inner.async_wait_for_start()
+        # Shielded: a cancelled wait would cancel zeroconf's own future, and then it can not be closed.
+        self._starting = asyncio.create_task(inner.async_wait_for_start())
+        await asyncio.shield(self._starting)
         if not inner.engine.senders:
             raise OSError("the address is gone, or its interface has no multicast")
         inner.observe()
@@ -317,10 +320,16 @@ class _Session:
         for broadcast in self._broadcasts:
             broadcast.cancel()
         await asyncio.gather(*self._broadcasts, return_exceptions=True)
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._browser is not None:
             await self._browser.async_cancel()
         if self._zeroconf is not None:
-            await self._zeroconf.async_close()
+            try:
+                await self._zeroconf.async_close()
+            finally:
+                for reader in self._zeroconf.zeroconf.engine.readers:
+                    reader.transport.close()
 
     async def browse(self) -> None:
         """Ask who is there; everything already known is reported once more."""
@@ -383,6 +392,17 @@ class _Session:
                     self._take(info)
             except Exception:
                 self._traffic.damaged += 1
+
+
+def _require(address: Address) -> None:
+    """Fail with a clear reason where zeroconf would fail half-way, or open no socket without a word.
+
+    Raises:
+        OSError: this machine does not have the address now.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(address.ip, 0, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.bind(where)
 
 
 def _socket_choice(address: Address) -> str | int:
