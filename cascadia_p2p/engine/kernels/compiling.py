@@ -8,6 +8,7 @@ the others wait, then load.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -104,7 +105,9 @@ class _MachineCode(caching.Cache):  # type: ignore[misc]
             return super().load_overload(sig, target_context)
         except Exception as error:
             _log.warning("kernel_cache_unreadable", kernel=self._name, error=repr(error))
-            self._cache_file.flush()
+            # An index that can not be read would also keep the new code from being written.
+            with contextlib.suppress(OSError):
+                self._cache_file.flush()
             return None
 
     def save_overload(self, sig: object, data: object) -> None:

@@ -1,0 +1,103 @@
+"""Machine code between runs: found again, never stale, never in two processes' way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Two kernels, compiled or loaded; prints how many were compiled, then a result.
+SCRIPT = """
+import sys
+import numpy as np
+from pathlib import Path
+if len(sys.argv) > 1:
+    import cascadia_p2p.engine.kernels as package
+    package.__path__[:] = [sys.argv[1]]
+from cascadia_p2p.engine.kernels import compiling, norms
+import numba.core.event as event
+with event.install_recorder("numba:compile") as recorder:
+    seen = []
+    compiling.warm_up(lambda name, done, total: seen.append((name, done, total)))
+assert seen == [("_normalise", 1, 2), ("_embed", 2, 2)], seen
+x = np.full((1, 4), 3.0, np.float32)
+norms.normalise(x, np.ones(4, np.float32), 0.0, x)
+print(sum(e.is_start for _, e in recorder.buffer) > 0, x[0, 0], compiling.cache_directory())
+"""
+
+
+def environment(home: Path) -> dict[str, str]:
+    return os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT), "HOME": str(home)}
+
+
+def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env=environment(home),
+        cwd=home,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[bool, float, Path]:
+    """Whether it compiled, its result, and its cache directory."""
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    compiled, result, directory = out.splitlines()[-1].split()
+    return compiled == "True", float(result), Path(directory)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    if sys.platform != "linux":
+        pytest.skip("the cache's place is set by XDG_CACHE_HOME")
+    return tmp_path
+
+
+def test_of_several_processes_at_once_one_compiles_and_the_next_run_loads(home: Path) -> None:
+    results = [finish(process) for process in [start(home) for _ in range(3)]]
+    assert sum(compiled for compiled, _, _ in results) == 1
+    assert {result for _, result, _ in results} == {1.0}
+    assert finish(start(home))[0] is False
+
+
+def test_damaged_and_empty_cache_files_are_compiled_anew(home: Path) -> None:
+    _, _, directory = finish(start(home))
+    files = sorted(directory.glob("*.nbc")) + sorted(directory.glob("*.nbi"))
+    assert len(files) == 4
+    files[0].write_bytes(b"")
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    files[2].write_bytes(b"nothing of ours")
+    assert finish(start(home))[:2] == (True, 1.0)
+    assert finish(start(home))[:2] == (False, 1.0)
+
+
+def test_an_edit_anywhere_in_the_kernels_makes_old_code_unreachable(home: Path) -> None:
+    """Also in a file that only a helper of the kernel lies in."""
+    source = ROOT / "cascadia_p2p" / "engine" / "kernels"
+    edited = home / "edited"
+    shutil.copytree(source, edited, ignore=shutil.ignore_patterns("__pycache__"))
+    first = finish(start(home, str(edited)))
+    assert first[:2] == (True, 1.0)
+    simd = edited / "simd.py"
+    text = simd.read_text()
+    assert text.count("lambda b, a: b.fmul(a[0], a[1])") == 1
+    simd.write_text(text.replace("b.fmul(a[0], a[1])", "b.fadd(a[0], a[1])"))
+    second = finish(start(home, str(edited)))
+    assert second[0] is True
+    # 3 + 1/3 in place of 3 * 1/3, then + 1 in place of * 1.
+    assert second[1] == pytest.approx(3 + 1 / 3 + 1)
+    assert second[2] != first[2]
+
+
+def test_without_a_writable_cache_kernels_still_compile(home: Path) -> None:
+    (home / "cascadia-p2p").write_text("a file where the directory should be")
+    assert finish(start(home))[:2] == (True, 1.0)
