@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -126,8 +126,3 @@ def _place(whole: npt.NDArray[np.generic], plan: TensorPlan, values: npt.NDArray
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def safetensors_files(checkpoint: Path) -> Iterable[Path]:
-    """The files that hold a checkpoint's tensors, by name."""
-    return sorted(checkpoint.glob("*.safetensors"))
