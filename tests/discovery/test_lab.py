@@ -167,3 +167,11 @@ def test_node_behind_a_cut_cable_is_found_after_it_is_mended(hosts: Hosts) -> No
     hosts.lab.restore(1)
     a.wait_for(connected(1))
     b.wait_for(connected(0))
+
+
+def test_node_on_the_loopback_address_hears_nothing_of_the_network(hosts: Hosts) -> None:
+    alone = hosts.speaker(0, bind="127.0.0.1", port=7700, node="d" * 16)
+    neighbour = hosts.speaker(0)
+    hosts.speaker(1)
+    neighbour.wait_for(connected(1))
+    assert not [line for line in alone.everything() if line["event"] == "candidate"]

@@ -157,6 +157,28 @@ def test_changed_announcement_and_goodbye_are_heard(fleet: str) -> None:
     asyncio.run(run())
 
 
+def test_questions_are_repeated_often_while_nodes_are_missing_and_seldom_after(
+    fleet: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mdns_module, "_OFTEN", 0.2)
+    words = announcement(fleet)
+
+    async def run() -> None:
+        infos = [stranger(words.node_id, encode_txt(words))]
+        async with listening(fleet) as (mdns, found), strangers(*infos):
+            await until(lambda: len(found) >= 4)
+            assert {each.announcement for each in found} == {words}
+            mdns.expect_more(False)
+            await asyncio.sleep(0)
+            before = len(found)
+            with pytest.raises(AssertionError):
+                await until(lambda: len(found) > before + 1, seconds=0.8)
+            mdns.expect_more(True)
+            await until(lambda: len(found) > before + 2)
+
+    asyncio.run(run())
+
+
 def test_exo_06_other_fleets_are_ignored_counted_and_mentioned_once(
     fleet: str, logs: list[structlog.typing.EventDict]
 ) -> None:
@@ -359,12 +381,10 @@ def test_find_head_says_who_answered(fleet: str) -> None:
         with pytest.raises(UnreachableError, match=r"no node of fleet .* within 0\.3 s.*--endpoint"):
             await find_head(fleet, timeout=0.3, bind="127.0.0.1")
         assert await find_nodes(fleet, timeout=0.3, bind="127.0.0.1") == []
-        async with announcing(announcement(fleet)) as discovery:
-            async with listening(fleet) as (_, found):
-                await until(lambda: bool(found))
+        words = announcement(fleet)
+        async with strangers(stranger(words.node_id, encode_txt(words))):
             with pytest.raises(UnreachableError, match=r"1 nodes of fleet .* none of them takes clients yet"):
                 await find_head(fleet, timeout=1.5, bind="127.0.0.1")
-            assert discovery.address == HERE
 
     asyncio.run(run())
 
