@@ -118,7 +118,8 @@ def _summary(reply: GenerateReply, nodes: int, console: Console) -> None:
     sys.stdout.flush()
     rate = reply.timings.decode_tok_s
     parts = [
-        f"{reply.usage.prompt_tokens} prompt tokens, {reply.usage.completion_tokens} new ones round {nodes} nodes",
+        f"{reply.usage.prompt_tokens} prompt tokens, {reply.usage.completion_tokens} new ones",
+        f"{nodes} nodes",
         f"first after {reply.timings.ttft_s * 1000:.0f} ms",
     ]
     if rate is not None:
