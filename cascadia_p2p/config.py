@@ -129,11 +129,8 @@ class Limits(_Section):
     gone_s: _Seconds = Field(2.0, description="silence after which a node is lost")
     stuck_s: _Seconds = Field(5.0, description="least time without progress after which a node is stuck")
     settle_s: _Seconds = Field(1.0, description="quiet time without a newcomer before shards are assigned")
-    greeting_s: _Seconds = Field(5.0, description="time for the other side to answer a greeting")
     alone_s: _Seconds = Field(10.0, description="time alone after which a node says so")
     queue_wait_s: _Seconds = Field(600.0, description="longest wait of a request in the queue")
-    recovery_s: _Seconds = Field(900.0, description="longest wait of running streams for a lost shard")
-    drain_s: _Seconds = Field(30.0, description="time that running streams get to finish at Ctrl-C")
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> Self:
@@ -197,7 +194,7 @@ class Config(_Section):
         "info", description="least severity logged"
     )
     endpoint: Annotated[Endpoint | None, PlainValidator(_optional_endpoint)] = Field(
-        None, description="the head node's client address, as tcp://HOST:PORT (default: found by mDNS)"
+        None, description="the head node's client address (default: found by mDNS)"
     )
     timeout: _Seconds = Field(600.0, description="seconds a client command waits for its answer")
     limits: Limits = Limits()
@@ -407,12 +404,21 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
 
 
+_METAVARS = {
+    "model": "DIR",
+    "state_dir": "DIR",
+    "fleet": "NAME",
+    "bind": "ADDR",
+    "device": "NAME",
+    "endpoint": "tcp://HOST:PORT",
+    "timeout": "SECONDS",
+}
+
+
 def _metavar(name: str) -> str:
     outer = get_args(Config.model_fields[name].annotation)
     choices = [arg for item in outer for arg in get_args(item) or (item,) if isinstance(arg, str)]
-    return "|".join(choices) or {"model": "DIR", "state_dir": "DIR", "fleet": "NAME", "bind": "ADDR"}.get(
-        name, "N"
-    )
+    return "|".join(choices) or _METAVARS.get(name, "N")
 
 
 def flags_of(namespace: argparse.Namespace) -> dict[str, object]:

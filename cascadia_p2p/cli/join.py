@@ -36,6 +36,7 @@ FLAGS = (
 )
 
 INTERRUPTED = 130
+INTERRUPT = "it was asked to stop (Ctrl-C)"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,23 +55,28 @@ def run(args: argparse.Namespace) -> int:
 
 async def _live(config: Config, while_stdin_open: bool) -> int:
     # The engine takes seconds to import: flags are judged before.
-    from cascadia_p2p.node.node import Node
+    from cascadia_p2p.node.node import Ending, Node
     from cascadia_p2p.node.places import Places
 
-    with Places.open(config) as places:
-        node = Node(config, places)
-        interrupted = False
+    node: Node | None = None
+    stopped = ""
 
-        def leave() -> None:
-            nonlocal interrupted
-            interrupted = True
-            node.leave("it was asked to stop (Ctrl-C)")
+    def leave(reason: str) -> None:
+        nonlocal stopped
+        stopped = stopped or reason
+        if node is not None:
+            node.leave(reason)
 
-        with _on_signals(leave):
-            if while_stdin_open:
-                _on_end_of_input(lambda: node.leave("its starter has ended"))
-            await node.run()
-    return INTERRUPTED if interrupted else 0
+    with _on_signals(lambda: leave(INTERRUPT)):
+        if while_stdin_open:
+            _on_end_of_input(lambda: leave("its starter has ended"))
+        ending, loaded = Ending.MOVED, None
+        while ending is Ending.MOVED and not stopped:
+            with Places.open(config) as places:
+                node = Node(config, places, loaded)
+                ending = await node.run()
+                loaded = node.loaded
+    return INTERRUPTED if stopped == INTERRUPT else 0
 
 
 def _on_end_of_input(leave: Callable[[], None]) -> None:

@@ -122,6 +122,16 @@ class ControlPlane:
         if link not in routes.links:
             routes.links.append(link)
 
+    def dialled_address(self, link: int) -> Endpoint | None:
+        """The address that a link was dialled at; None for one that a peer dialled."""
+        dialled = self._dialled.get(link)
+        return None if dialled is None else dialled.endpoint
+
+    def addresses_of(self, node: NodeId) -> list[Endpoint]:
+        """The addresses that were dialled and lead to a node."""
+        links = self._routes[node].links if node in self._routes else []
+        return [self._dialled[link].endpoint for link in links if link in self._dialled]
+
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
         routes = self._routes.get(node)

@@ -192,7 +192,7 @@ class DataThread:
             if seat.head:
                 self._answer(seat, frame.number, frame.records)
             else:
-                self._pass_on(seat, frame)
+                self._pass_on(seat, frame, header)
 
     def _in_order(self, frame: Frame) -> bool:
         """Whether it is the one frame that is due; a later one means that frames were lost."""
@@ -227,7 +227,7 @@ class DataThread:
         if seat.head:
             self._reports.probe_returned(seat.epoch, frame.number)
         else:
-            self._send(frame, None)
+            self._send(encode_header(frame), None)
 
     def _answer(self, seat: Seat, number: int, records: Table) -> None:
         """Give the tail's answer to the conductor."""
@@ -271,17 +271,23 @@ class DataThread:
         if seat.alone:
             self._answer(seat, frame.number, self._read_tokens(seat, frame, rows))
         else:
-            self._send(frame, rows)
+            self._send(encode_header(frame), rows)
+            self.counters.frames_out += 1
 
-    def _pass_on(self, seat: Seat, frame: Frame) -> None:
-        """Run a received frame; then the next stage gets its rows, or the head its tokens."""
+    def _pass_on(self, seat: Seat, frame: Frame, header: bytearray) -> None:
+        """Run a received frame; then the next stage gets its rows, or the head its tokens.
+
+        The header goes on as it came: what the stage marked in the segments, it marked in these bytes.
+        """
         inputs = np.empty((0, seat.limits.hidden), np.float32) if frame.payload is None else frame.payload
         rows = self._compute(seat, frame, inputs)
         if seat.tail:
             records = self._read_tokens(seat, frame, rows)
-            self._send(Frame(FrameKind.TOKENS, frame.epoch, frame.number, records=records), None)
+            answer = Frame(FrameKind.TOKENS, frame.epoch, frame.number, records=records)
+            self._send(encode_header(answer), None)
         else:
-            self._send(frame, rows)
+            self._send(header, rows)
+        self.counters.frames_out += 1
 
     def _compute(self, seat: Seat, frame: Frame, inputs: Inputs) -> Rows:
         """The stage's rows; if it fails, zeros and every segment marked: the frame still goes round."""
@@ -300,9 +306,9 @@ class DataThread:
             self.counters.busy_ns += time.perf_counter_ns() - started
         self.counters.rows += count
         self.counters.progress += 1
-        if self._buffer is not None and np.may_share_memory(rows, self._buffer):
+        if rows.base is not None and self._buffer is not None and np.may_share_memory(rows, self._buffer):
             return rows.copy()
-        return np.ascontiguousarray(rows)
+        return rows if rows.flags.c_contiguous else np.ascontiguousarray(rows)
 
     def _read_tokens(self, seat: Seat, frame: Frame, rows: Rows) -> Table:
         """The tail's records; if the head of the model fails, one for every segment, with the error."""
@@ -337,13 +343,12 @@ class DataThread:
             self.counters.waiting_send = False
             raise _AbandonFrame
 
-    def _send(self, frame: Frame, payload: Rows | None) -> None:
+    def _send(self, header: bytes | bytearray, payload: Rows | None) -> None:
         """Hand a frame to the successor's socket, however long that takes while the epoch lasts."""
         sender, counters = self._sender, self.counters
         if sender is None:
             return
         started = time.perf_counter_ns()
-        header = encode_header(frame)
         if payload is not None and not len(payload):
             payload = None
         while not sender.send(header, payload):
@@ -351,8 +356,6 @@ class DataThread:
             self._heed()
             sender.wait(SEND_WAIT_MS)
         counters.waiting_send = False
-        if frame.kind is not FrameKind.PROBE:
-            counters.frames_out += 1
         counters.send_ns += time.perf_counter_ns() - started
 
     # --- commands, in the thread --------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, assert_never
+from enum import Enum
+from typing import Final, TypeVar, assert_never
 
 import structlog
 from pydantic import JsonValue
@@ -19,27 +21,40 @@ from pydantic import JsonValue
 from cascadia_p2p import __version__
 from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
+from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.node.answers import AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
-from cascadia_p2p.node.control import ControlPlane
+from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
 from cascadia_p2p.node.places import Places
-from cascadia_p2p.node.worker import Worker
+from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
+from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire.messages import StatusQuery, StatusReport
 
 T = TypeVar("T")
 
+ANNOUNCE_TICKS: Final = 8
+
 _log = structlog.get_logger()
+
+
+class Ending(Enum):
+    """Why a node's life ended well."""
+
+    LEFT = "left"
+    """It was asked to."""
+    MOVED = "moved"
+    """This machine has another address: the same process goes on as a new instance there."""
 
 
 class Node:
@@ -48,24 +63,33 @@ class Node:
     Args:
         config: all settings.
         places: the model's directory, the state directory and the sockets, opened by the caller.
+        loaded: a shard that an earlier node of this process had loaded.
     """
 
-    def __init__(self, config: Config, places: Places) -> None:
+    def __init__(self, config: Config, places: Places, loaded: LoadedShard | None = None) -> None:
         self._config = config
         self._places = places
         self._identity: Identity = places.identity
         self._model = places.model
-        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
-        self._times = Times()
+        limits = config.limits
+        self._times = Times(
+            beat=limits.heartbeat_s,
+            suspect=limits.suspect_s,
+            gone=limits.gone_s,
+            stuck=limits.stuck_s,
+            settle=limits.settle_s,
+        )
         profile = places.profile(config)
         self._profile = profile
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         self._conductor = HeadConductor(
             Scheduler(Policy(queue_limit=config.queue)), self._from_data_thread(self._deliver)
         )
-        self._worker = Worker(places, config, self._conductor, emit=self._from_data_thread(self._handle))
+        self._candidates: dict[Endpoint, Candidate] = {}
+        self._worker = Worker(places, config, self._conductor, self._from_data_thread(self._handle), loaded)
         self._plane = ControlPlane(
             places.network, places.control, lambda: self._machine.greeting(time.monotonic()), self._handle
         )
@@ -76,6 +100,7 @@ class Node:
             peers=config.peers,
             mdns=config.mdns,
             bind=config.bind,
+            moved=self._moved,
             alone_s=config.limits.alone_s,
         )
         self._head: HeadService | None = None
@@ -83,8 +108,13 @@ class Node:
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
 
-    async def run(self) -> None:
-        """Live; returns after `leave`.
+    @property
+    def loaded(self) -> LoadedShard | None:
+        """The shard that is loaded, for a node that follows this one in the same process."""
+        return self._worker.loaded
+
+    async def run(self) -> Ending:
+        """Live; returns after `leave`, or when the network gave this machine another address.
 
         Raises:
             CascadiaError: this node can not go on; the exit code is the error's.
@@ -100,14 +130,14 @@ class Node:
             self._say_hello()
             for task in self._tasks:
                 task.add_done_callback(self._watch_task)
-            await self._ended
+            return await self._ended
         finally:
             await self._close()
 
     def leave(self, reason: str) -> None:
         """Say goodbye and end; only in the event loop."""
         self._handle(events.Leave(reason))
-        self._end(None)
+        self._end(Ending.LEFT)
 
     def status(self) -> StatusBody:
         """What `status` shows: the machine's view, and what this node counted itself."""
@@ -149,24 +179,42 @@ class Node:
             self._head.deliver(updates)
 
     async def _tick(self) -> None:
-        while True:
+        for number in itertools.count():
             await asyncio.sleep(self._times.tick)
             self._handle(self._worker.counters())
             self._handle(events.Tick())
-            announcement = self._announcement()
-            if announcement != self._announced:
-                self._announced = announcement
-                self._discovery.announce(announcement)
-                self._discovery.expect_more(self._snapshot_state() != "open")
+            if number % ANNOUNCE_TICKS == 0:
+                self._announce()
+
+    def _announce(self) -> None:
+        """Bring what mDNS says of this node, and how often it asks, up to date."""
+        self._discovery.expect_more(not self._machine.is_open)
+        announcement = self._announcement()
+        if announcement != self._announced:
+            self._announced = announcement
+            self._discovery.announce(announcement)
 
     async def _follow_hints(self) -> None:
         async for candidate in self._discovery:
             self._greet(candidate)
 
     def _greet(self, candidate: Candidate) -> None:
-        if candidate.endpoint != self._profile.control:
-            self._plane.dial(candidate.endpoint, lasting=candidate.peer is not None)
-        self._discovery.reached(candidate)
+        if candidate.endpoint == self._profile.control:
+            self._discovery.reached(candidate)
+            return
+        if len(self._candidates) < MAX_DIALLED or candidate.endpoint in self._candidates:
+            self._candidates[candidate.endpoint] = candidate
+        self._plane.dial(candidate.endpoint, lasting=candidate.peer is not None)
+
+    def _found(self, endpoint: Endpoint | None, *, there: bool) -> None:
+        """A node was met at an address that discovery had offered, or is gone from there."""
+        candidate = self._candidates.get(endpoint) if endpoint is not None else None
+        if candidate is not None:
+            (self._discovery.reached if there else self._discovery.lost)(candidate)
+
+    def _moved(self, address: Address) -> None:
+        self._handle(events.Leave(f"its address has changed to {address.ip}"))
+        self._end(Ending.MOVED)
 
     def _watch_task(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -188,13 +236,17 @@ class Node:
                 self._plane.answer(link, message)
             case actions.Route(link, node, instance):
                 self._plane.route(link, node, instance)
+                self._found(self._plane.dialled_address(link), there=True)
             case actions.Dial(endpoint):
                 self._plane.dial(endpoint)
             case actions.Retry(link, after_s):
                 self._plane.retry(link, after_s)
             case actions.Abandon(link):
+                self._found(self._plane.dialled_address(link), there=True)
                 self._plane.abandon(link)
             case actions.DropPeer(node, instance):
+                for endpoint in self._plane.addresses_of(node):
+                    self._found(endpoint, there=False)
                 self._plane.drop_peer(node, instance)
             case actions.Say():
                 getattr(_log, action.level)(action.event, message=action.sentence, **action.fields)
@@ -306,9 +358,6 @@ class Node:
             client=intro.client.port if intro.client is not None else None,
         )
 
-    def _snapshot_state(self) -> str:
-        return str(self._machine.snapshot(time.monotonic())["state"])
-
     def _missing(self) -> list[int]:
         missing = self._machine.snapshot(time.monotonic())["missing"]
         return (
@@ -317,13 +366,13 @@ class Node:
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    def _end(self, error: CascadiaError | None) -> None:
+    def _end(self, how: Ending | CascadiaError) -> None:
         if self._ended.done():
             return
-        if error is None:
-            self._ended.set_result(None)
+        if isinstance(how, Ending):
+            self._ended.set_result(how)
         else:
-            self._ended.set_exception(error)
+            self._ended.set_exception(how)
 
     async def _close(self) -> None:
         if self._head is not None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import structlog
 from pydantic import JsonValue
@@ -30,6 +31,21 @@ JOIN_S = 5.0
 _log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """A shard that is ready to compute.
+
+    Args:
+        shard: its index.
+        stage: the engine.
+        tokenizer: with shard 0, when the model has one.
+    """
+
+    shard: int
+    stage: Stage
+    tokenizer: Tokenizer | None
+
+
 class _GivenUpError(Exception):
     """What is being loaded is not wanted any more."""
 
@@ -42,10 +58,16 @@ class Worker:
         config: device, precision, threads.
         conductor: the scheduler's side, used when this node is the head.
         emit: takes events of the ring machine, from any thread.
+        loaded: a shard that need not be loaded again.
     """
 
     def __init__(
-        self, places: Places, config: Config, conductor: HeadConductor, emit: Callable[[events.Event], None]
+        self,
+        places: Places,
+        config: Config,
+        conductor: HeadConductor,
+        emit: Callable[[events.Event], None],
+        loaded: LoadedShard | None = None,
     ) -> None:
         self._places = places
         self._config = config
@@ -54,14 +76,13 @@ class Worker:
         self._data = DataThread(places.receiver, places.transport, self)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._wanted: int | None = None
-        self._stage: Stage | None = None
-        self._tokenizer: Tokenizer | None = None
+        self.loaded = loaded
         self._stopping = threading.Event()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's, once shard 0 is loaded here; None when it has none."""
-        return self._tokenizer
+        return None if self.loaded is None else self.loaded.tokenizer
 
     def start(self) -> None:
         """Take frames from now on."""
@@ -80,7 +101,10 @@ class Worker:
     def load(self, shard: int) -> None:
         """Load a shard in place of any other; told by LoadProgress, then ShardLoaded or LoadFailed."""
         self._wanted = shard
-        self._stage = None
+        if self.loaded is not None and self.loaded.shard == shard:
+            self._emit(events.ShardLoaded(shard))
+            return
+        self.loaded = None
         self._loader.submit(self._load, shard)
 
     def _load(self, shard: int) -> None:
@@ -97,9 +121,8 @@ class Worker:
                 self._config.threads,
                 lambda progress: self._loaded(shard, progress),
             )
-            if shard == 0:
-                self._tokenizer = self._places.model.tokenizer(shard)
-            self._stage = stage
+            tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
+            self.loaded = LoadedShard(shard, stage, tokenizer)
         except _GivenUpError:
             return
         except CascadiaError as error:
@@ -127,14 +150,14 @@ class Worker:
 
     def switch(self, action: SwitchEpoch) -> None:
         """Take a place in an epoch; told by Switched or SwitchFailed."""
-        if self._stage is None:
+        if self.loaded is None:
             self._emit(events.SwitchFailed(action.epoch, "no shard is loaded here"))
             return
         seat = Seat(
             epoch=action.epoch,
             index=action.stage,
             stages=len(action.members),
-            stage=self._stage,
+            stage=self.loaded.stage,
             limits=self._limits(action.promise),
             successor=action.successor.data,
             conductor=self._conductor if action.stage == 0 else None,

@@ -115,6 +115,11 @@ class RingMachine:
             core.tell_state()
         return core.take()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this node is a stage of an open ring."""
+        return self._core.serving
+
     def greeting(self, now: float) -> Greeting:
         """The message to send first on every connection that this node dials."""
         self._core.now = max(self._core.now, now)

@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+from cluster.conftest import Shards
+from cluster.fleet import fleet
 from fixtures.reference import Case, load_case
 
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.local import LocalRing
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import GenerateReply
-from cluster.conftest import Shards
-from cluster.fleet import fleet
 
 
 async def ask_all(case: Case, endpoint: Endpoint) -> list[GenerateReply]:
