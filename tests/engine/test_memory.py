@@ -1,0 +1,128 @@
+"""What a stage needs is known before it is loaded, and a refusal says what would fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import psutil
+import pytest
+from engine_world import Ring, sample_weights
+from fixtures.reference import load_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cascadia_p2p.engine.memory import RESERVE, MemoryNeed, available_memory, in_words, require_memory
+from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.models.inkling.config import InklingConfig
+from cascadia_p2p.models.inkling.memory import memory_need
+from cascadia_p2p.sample.recipe import Recipe
+from cascadia_p2p.types import Promise
+
+GIB = 2**30
+
+
+def need(promise: Promise) -> MemoryNeed:
+    """One gibibyte of weights, a megabyte for 64 positions of a slot."""
+    return MemoryNeed(GIB, promise.slots * -(-promise.context // 64) * 2**20, 10 * 2**20)
+
+
+WANTED = Promise(slots=8, context=8192, rows=64)
+
+
+def test_what_fits_is_granted() -> None:
+    total = need(WANTED).total
+    assert total == 2 * GIB + 10 * 2**20 + RESERVE
+    assert require_memory(need, WANTED, total).total == total
+    with pytest.raises(CapacityError):
+        require_memory(need, WANTED, total - 1)
+
+
+@pytest.mark.parametrize(
+    ("missing_mib", "advice"),
+    [
+        (1, "it would fit with --slots 7 or with --context 8128"),
+        (512, "it would fit with --slots 4 or with --context 4096"),
+        (900, "it would fit with --context 960"),
+        (1020, "it would fit with --slots 1 --context 256"),
+        (1024, "no smaller promise fits; free memory, or export the model into more shards"),
+    ],
+)
+def test_a_refusal_names_need_have_and_what_would_fit(missing_mib: int, advice: str) -> None:
+    available = need(WANTED).total - missing_mib * 2**20
+    with pytest.raises(CapacityError) as caught:
+        require_memory(need, WANTED, available)
+    text = str(caught.value)
+    assert text.endswith(advice)
+    assert f"needs {in_words(need(WANTED).total)} of memory and {in_words(available)} are free" in text
+    assert "8 slots of 8192 positions 1.0 GiB" in text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 3000), st.integers(0, 3 * GIB))
+def test_advice_is_true_and_nothing_larger_of_its_kind_fits(slots: int, context: int, available: int) -> None:
+    wanted = Promise(slots, context, 64)
+    try:
+        require_memory(need, wanted, available)
+    except CapacityError as refusal:
+        text = str(refusal)
+    else:
+        return
+    for way in re.findall(r"with ((?:--\w+ \d+ ?)+)", text):
+        flags = dict(re.findall(r"--(\w+) (\d+)", way))
+        smaller = replace(wanted, **{flag: int(number) for flag, number in flags.items()})
+        assert need(smaller).total <= available
+        assert smaller.slots < slots or smaller.context < context
+        larger = replace(smaller, context=smaller.context + 64) if "context" in flags else None
+        larger = larger or replace(smaller, slots=smaller.slots + 1)
+        assert need(larger).total > available or larger.context > context
+
+
+def test_bytes_of_the_full_model_are_those_of_its_sizes() -> None:
+    """Layer 5 of the published model: global, 256 + 2 experts of width 3072 at hidden 6144."""
+    config = InklingConfig.from_json({"model_type": "inkling_text", "unpadded_vocab_size": 200058})
+    promise = Promise(slots=2, context=4096, rows=64)
+    one = memory_need(config, range(5, 6), promise, 16)
+    experts = 258 * 6144 * (3 * 3072 + 1)
+    projections = 6144 * (2 * 64 * 128 + 2 * 8 * 128 + 64 * 16)
+    assert one.weights == 4 * (experts + projections)
+    # A global layer keeps 8 KiB a position; four histories of 19 inputs stand beside that.
+    assert one.caches == 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
+    sliding = memory_need(config, range(6, 7), promise, 16)
+    assert sliding.caches == 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
+    tail = memory_need(config, range(65, 66), promise, 16)
+    assert tail.weights - one.weights == 4 * 200058 * 6144
+
+
+def test_need_grows_with_the_promise() -> None:
+    config = load_case("tiny12").recipe.config()
+    base = Promise(slots=2, context=512, rows=16)
+    plain = memory_need(config, range(12), base, 16)
+    for larger in (replace(base, slots=3), replace(base, context=1024), replace(base, rows=32)):
+        assert memory_need(config, range(12), larger, 16).total > plain.total
+    assert memory_need(config, range(6), base, 16).total < plain.total
+
+
+def test_a_loaded_stage_takes_about_what_was_predicted() -> None:
+    """Weights and caches large enough to stand out from the noise of a process's memory."""
+    recipe = Recipe(
+        "roomy", layers=6, hidden=256, window=64, dense_width=1024, experts=16, expert_width=512, context=8192
+    )
+    promise = Promise(slots=8, context=4096, rows=16)
+    predicted = memory_need(recipe.config(), range(6), promise, 16)
+    process = psutil.Process()
+    sample_weights(recipe)
+    before = process.memory_info().rss
+    ring = Ring(recipe, (6,), promise)
+    taken = process.memory_info().rss - before
+    wanted = predicted.total - predicted.reserve
+    assert 0.6 * wanted < taken < 1.15 * wanted, (taken / 2**20, wanted / 2**20)
+    assert ring.stages[0].held(0) == 0
+
+
+def test_available_memory_is_what_the_system_says() -> None:
+    assert available_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_bytes_in_words() -> None:
+    assert [in_words(n) for n in (0, 300 * 2**20, 3 * GIB // 2)] == ["0 MiB", "300 MiB", "1.5 GiB"]
