@@ -101,3 +101,26 @@ def test_an_edit_anywhere_in_the_kernels_makes_old_code_unreachable(home: Path) 
 def test_without_a_writable_cache_kernels_still_compile(home: Path) -> None:
     (home / "cascadia-p2p").write_text("a file where the directory should be")
     assert finish(start(home))[:2] == (True, 1.0)
+
+
+THREADS = """
+import threading
+from cascadia_p2p.engine.kernels import compiling, norms
+failures, start = [], threading.Barrier(4)
+def load():
+    start.wait()
+    try:
+        compiling.warm_up()
+    except Exception as error:
+        failures.append(repr(error))
+threads = [threading.Thread(target=load) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failures, failures
+"""
+
+
+def test_threads_that_load_at_once_do_not_compile_twice(home: Path) -> None:
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -135,6 +136,7 @@ class _Kernel:
 
 _kernels: Final[list[_Kernel]] = []
 _threads = 1
+_one_thread: Final = threading.Lock()
 
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
@@ -189,9 +191,11 @@ def warm_up(progress: Progress | None = None) -> None:
     needed = [item for item in _kernels if not item.ready and item.twin_for is not (_threads == 1)]
     if not needed:
         return
-    with _compiler_lock():
+    with _one_thread, _compiler_lock():
         for done, item in enumerate(needed, 1):
-            item.compile()
+            # Another thread may have been first.
+            if not item.ready:
+                item.compile()
             if progress is not None:
                 progress(item.name, done, len(needed))
 
