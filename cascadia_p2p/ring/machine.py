@@ -26,7 +26,7 @@ instance, an epoch that is not ours) is counted and dropped.
 
 from __future__ import annotations
 
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.ring import snapshot
 from cascadia_p2p.ring.actions import Action, Answer, Broadcast, Dial, Fatal
 from cascadia_p2p.ring.assigner import Assigner
@@ -258,7 +258,8 @@ class RingMachine:
                 core.shard, core.progress = None, 0.0
                 core.set_state(ClaimState.WANTED)
                 core.say("error", "load_failed", f"shard {event.shard} can not be loaded: {event.error}")
-                if not core.holds:
+                # What is wrong with a flag is wrong for every shard.
+                if not core.holds or isinstance(event.error, UsageError):
                     core.act(Fatal(event.error))
 
     # ------------------------------------------------------------------ time
