@@ -189,6 +189,7 @@ class Node:
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
         self._discovery.expect_more(not self._machine.is_open)
+        self._discovery.accompanied(self._machine.peers > 0)
         announcement = self._announcement()
         if announcement != self._announced:
             self._announced = announcement

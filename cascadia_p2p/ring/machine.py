@@ -116,6 +116,11 @@ class RingMachine:
         return core.take()
 
     @property
+    def peers(self) -> int:
+        """Other nodes of the fleet that this one knows now."""
+        return len(self._core.peers)
+
+    @property
     def is_open(self) -> bool:
         """Whether this node is a stage of an open ring."""
         return self._core.serving
