@@ -22,6 +22,8 @@ from cascadia_p2p.transport.looping import (
     Signal,
     SocketClosedError,
     parse_event,
+    unwatch,
+    watch,
 )
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect
 from cascadia_p2p.types import Endpoint
@@ -88,7 +90,7 @@ class _Line:
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
         self.dealer = _dealer(network)
-        self.monitor = self.dealer.get_monitor_socket(_EVENTS)
+        self.monitor = watch(self.dealer, _EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self.dealer, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
@@ -125,7 +127,7 @@ class _Line:
 
     def close(self) -> None:
         """Hang up."""
-        self.dealer.disable_monitor()
+        unwatch(self.dealer)
         self.monitor.close(linger=0)
         self.dealer.close(linger=0)
 
@@ -254,7 +256,7 @@ class AsyncClientConnection:
     async def close(self) -> None:
         """Hang up; the head cancels what it still does for this connection."""
         if self._line is not None:
-            await self._line.close()
+            self._line.close()
             self._line = None
         self._network.close()
 
@@ -267,14 +269,14 @@ class AsyncClientConnection:
     async def _connected(self) -> _LoopLine:
         """The open line, or a new one."""
         if self._line is not None and self._line.over:
-            await self._line.close()
+            self._line.close()
             self._line = None
         if self._line is None:
             line = _LoopLine(self._network, self.endpoint)
             try:
                 await line.open(self._connect_timeout_s)
             except BaseException:
-                await line.close()
+                line.close()
                 raise
             self._line = line
         return self._line
@@ -332,30 +334,29 @@ class _LoopLine:
             if gave_up and not self._waiting:
                 self.over = True
 
-    async def close(self) -> None:
-        """Hang up; requests that still wait fail."""
+    def close(self) -> None:
+        """Hang up; requests that still wait fail, the reading task ends. Nothing here can be cancelled."""
         self.over = True
         self._signal.close()
-        if self._reader is not None:
-            with contextlib.suppress(SocketClosedError):
-                await self._reader
         self._fail()
         self._monitor.close()
         self._socket.close(0)
 
     async def _read(self) -> None:
-        while True:
-            self._signal.clear()
-            ended = False
-            while (event := self._monitor.take()) is not None:
-                ended = ended or event.event == zmq.Event.DISCONNECTED
-            while (parts := self._socket.take()) is not None:
-                self._deliver(parts)
-            if ended:
-                self.over = True
-                self._fail()
-                return
-            await self._signal.wait()
+        """Hand out replies until the connection ends or is closed."""
+        with contextlib.suppress(SocketClosedError):
+            while True:
+                self._signal.clear()
+                ended = False
+                while (event := self._monitor.take()) is not None:
+                    ended = ended or event.event == zmq.Event.DISCONNECTED
+                while (parts := self._socket.take()) is not None:
+                    self._deliver(parts)
+                if ended:
+                    self.over = True
+                    self._fail()
+                    return
+                await self._signal.wait()
 
     def _deliver(self, parts: list[zmq.Frame]) -> None:
         reply = _reply_of(parts)

@@ -7,6 +7,7 @@ received before the task that takes it runs, so there is nothing to lose.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -17,6 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 from cascadia_p2p.errors import CascadiaError
 
 MAX_PARTS: Final = 16
+
+_serial = itertools.count(1)
 
 
 class SocketClosedError(CascadiaError):
@@ -136,7 +139,7 @@ class Monitor:
 
     def __init__(self, watched: zmq.Socket[bytes], events: int, signal: Signal) -> None:
         self._watched = watched
-        self._pair = LoopSocket(watched.get_monitor_socket(events), signal)
+        self._pair = LoopSocket(watch(watched, events), signal)
 
     def take(self) -> SocketEvent | None:
         """The next event, or None."""
@@ -145,9 +148,28 @@ class Monitor:
 
     def close(self) -> None:
         """Stop watching; to be called before the watched socket is closed."""
+        unwatch(self._watched)
         self._pair.close(0)
-        if not self._watched.closed:
-            self._watched.disable_monitor()
+
+
+def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """A socket that receives the events of another's connections.
+
+    ZeroMQ's own thread delivers them and waits when they are not taken, hence no bound on their number.
+    """
+    name = f"inproc://events-{next(_serial)}"
+    watched.monitor(name, events)
+    pair: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+    pair.setsockopt(zmq.LINGER, 0)
+    pair.setsockopt(zmq.RCVHWM, 0)
+    pair.connect(name)
+    return pair
+
+
+def unwatch(watched: zmq.Socket[bytes]) -> None:
+    """End the events of a socket; before their receiver is closed, for whom ZeroMQ's thread would wait."""
+    if not watched.closed:
+        watched.disable_monitor()
 
 
 def parse_event(parts: list[zmq.Frame]) -> SocketEvent:
