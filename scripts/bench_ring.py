@@ -5,8 +5,8 @@
 Hop: one row of 24,576 bytes between two processes, from the moment when a stage has returned it to the moment
 when the next stage is called with it; through our codec, data threads and sockets. Turn: one token of one
 stream round a ring of processes whose stages do nothing, the head's scheduler and the hand-over of the token
-to the head's event loop included. Bare: the same bytes on the same way by blocking send and receive and nothing
-else. Both run in turns in the same processes. JSON goes to stdout or FILE, a table to stderr.
+to the head's event loop included. Bare: the same bytes on the same way by blocking send and receive and no
+more. Both run in turns in the same processes. JSON goes to stdout or FILE, a table to stderr.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ async def real_head(
 
     def deliver(updates: Sequence[Update]) -> None:
         times.append(time.perf_counter_ns())
-        loop.call_soon_threadsafe(take, updates)
+        thread.after(lambda: loop.call_soon_threadsafe(take, updates))
 
     conductor = HeadConductor(Scheduler(Policy()), deliver)
     epoch, promise = Epoch(1, HEAD), Promise(slots=4, context=turns + 8, rows=64)

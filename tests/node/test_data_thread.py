@@ -603,6 +603,28 @@ def test_a_call_that_fails_is_survived() -> None:
     ring.stop()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_is_to_run_after_runs_behind_the_next_frame(stages: int) -> None:
+    ring = Ring(stages, MemoryTransport())
+    seen: list[tuple[int, int]] = []
+    deliver = ring._deliver
+
+    def later(updates: Sequence[Update]) -> None:
+        tokens = sum(len(update.tokens) for update in updates)
+        rows = ring.threads[0].counters.rows
+        ring.threads[0].after(lambda: seen.append((tokens, ring.threads[0].counters.rows - rows)))
+        deliver(updates)
+
+    ring.conductor = HeadConductor(Scheduler(Policy()), later)
+    ring.open()
+    ring.submit(1, [1], 6)
+    until(lambda: len(seen) == 6)
+    started = 0 if stages == 1 else 1
+    assert [rows for _, rows in seen[:-1]] == [started] * 5
+    assert [tokens for tokens, _ in seen] == [1] * 6
+    ring.stop()
+
+
 class BrokenReceiver:
     """A receiver whose socket fails."""
 
