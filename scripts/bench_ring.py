@@ -327,18 +327,16 @@ def scheduler_pieces(stage: Nothing, repeats: int) -> dict[str, float]:
     conductor = HeadConductor(Scheduler(Policy()), lambda _updates: None)
     conductor.open(11, Promise(slots=4, context=repeats + 8, rows=64))
     conductor.submit(StreamRequest(StreamId(1), (1,), repeats + 1), lambda *_: None)
-    spent = {"schedule": 0, "on_tokens": 0}
+    spent: dict[str, list[int]] = {"schedule": [], "on_tokens": []}
     for _ in range(repeats):
         started = time.perf_counter_ns()
         plan = conductor.schedule()
-        spent["schedule"] += time.perf_counter_ns() - started
+        spent["schedule"].append(time.perf_counter_ns() - started)
         if plan is None:
             raise SystemExit("the scheduler made no frame")
         records = stage.tokens(plan.segments, plan.tokens)
-        started = time.perf_counter_ns()
-        conductor.on_tokens(plan.number, records)
-        spent["on_tokens"] += time.perf_counter_ns() - started
-    return {name: nanoseconds / repeats / 1000 for name, nanoseconds in spent.items()}
+        spent["on_tokens"].append(clocked(lambda: conductor.on_tokens(plan.number, records)))  # noqa: B023
+    return medians(spent)
 
 
 def socket_pieces(header: bytes, rows: np.ndarray, repeats: int) -> dict[str, float]:
@@ -351,16 +349,21 @@ def socket_pieces(header: bytes, rows: np.ndarray, repeats: int) -> dict[str, fl
         while not sender.send(header, rows):
             sender.wait(100)
         receiver.recv_header(True)
-        spent = dict.fromkeys(("send", "receive", "bare_send", "bare_receive"), 0)
+        spent: dict[str, list[int]] = {"send": [], "receive": [], "bare_send": [], "bare_receive": []}
         out = empty_rows(LIMITS)[:1]
         for _ in range(repeats):
-            spent["send"] += clocked(lambda: sender.send(header, rows))
+            spent["send"].append(clocked(lambda: sender.send(header, rows)))
             receiver._pull.poll(1000)
-            spent["receive"] += clocked(lambda: (receiver.recv_header(True), receiver.recv_payload(out)))
-            spent["bare_send"] += clocked(lambda: (push.send(header, zmq.SNDMORE), push.send(rows)))
+            spent["receive"].append(clocked(lambda: (receiver.recv_header(True), receiver.recv_payload(out))))
+            spent["bare_send"].append(clocked(lambda: (push.send(header, zmq.SNDMORE), push.send(rows))))
             pull.poll(1000)
-            spent["bare_receive"] += clocked(lambda: (pull.recv(), pull.recv_into(out.data)))
-    return {name: nanoseconds / repeats / 1000 for name, nanoseconds in spent.items()}
+            spent["bare_receive"].append(clocked(lambda: (pull.recv(), pull.recv_into(out.data))))
+    return medians(spent)
+
+
+def medians(spent: dict[str, list[int]]) -> dict[str, float]:
+    """Microseconds of the median."""
+    return {name: statistics.median(times) / 1000 for name, times in spent.items()}
 
 
 def clocked(function: Callable[[], object]) -> int:
@@ -413,6 +416,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "ratio": {name: round(statistics.median(values), 2) for name, values in ratios.items()},
         "pieces_us": pieces(),
     }
+    result["turn_of_pieces_ms"] = round(made_of(result["pieces_us"], arguments.nodes), 3)
     reached = {
         "hop_p50": result["hop_ms"]["real"]["p50"],
         "hop_p99": result["hop_ms"]["real"]["p99"],
@@ -426,6 +430,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     return {"nodes": arguments.nodes, "bars_ms": bars, **result, "machine": machine | versions}
 
 
+def made_of(us: dict[str, float], nodes: int) -> float:
+    """What the pieces say a turn takes longer than a bare one, in milliseconds."""
+    hop = us["receive"] - us["bare_receive"] + us["decode"] + us["stage_call"] + us["send"] - us["bare_send"]
+    head = us["schedule"] + us["encode"] + us["on_tokens"] + us["decode"]
+    return ((nodes - 1) * hop + head + us["tail_tokens"] + us["encode"]) / 1000
+
+
 def table(result: dict) -> str:
     """The result for people."""
     lines = [f"{'milliseconds':<28}{'p50':>9}{'p90':>9}{'p99':>9}"]
@@ -436,7 +447,12 @@ def table(result: dict) -> str:
             lines.append(f"{label:<28}{points['p50']:>9.3f}{points['p90']:>9.3f}{points['p99']:>9.3f}")
     lines.append(f"ours / bare, median of p50: hop {result['ratio']['hop']}, turn {result['ratio']['turn']}")
     spent = ", ".join(f"{name} {value:g}" for name, value in result["pieces_us"].items())
-    lines.append(f"microseconds a row: {spent}")
+    lines.append(f"microseconds a row, caches warm: {spent}")
+    longer = result["turn_ms"]["real"]["p50"] - result["turn_ms"]["bare"]["p50"]
+    lines.append(
+        f"a turn takes {longer:.2f} ms longer than bare; these pieces, warm, {result['turn_of_pieces_ms']:.2f}; "
+        "the rest is caches gone cold between two frames, and waking other threads"
+    )
     for name, bar in result["bars_ms"].items():
         lines.append(f"{'ok  ' if bar['ok'] else 'MISS'} {name} {bar['is']:.3f} ms (bar {bar['bar']} ms)")
     return "\n".join(lines)
