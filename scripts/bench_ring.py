@@ -449,9 +449,10 @@ def table(result: dict) -> str:
     spent = ", ".join(f"{name} {value:g}" for name, value in result["pieces_us"].items())
     lines.append(f"microseconds a row, caches warm: {spent}")
     longer = result["turn_ms"]["real"]["p50"] - result["turn_ms"]["bare"]["p50"]
+    pieces_ms = result["turn_of_pieces_ms"]
     lines.append(
-        f"a turn takes {longer:.2f} ms longer than bare; these pieces, warm, {result['turn_of_pieces_ms']:.2f}; "
-        "the rest is caches gone cold between two frames, and waking other threads"
+        f"a turn takes {longer:.2f} ms longer than bare; these pieces, warm, {pieces_ms:.2f}; the rest is "
+        "caches gone cold between two frames, and waking other threads"
     )
     for name, bar in result["bars_ms"].items():
         lines.append(f"{'ok  ' if bar['ok'] else 'MISS'} {name} {bar['is']:.3f} ms (bar {bar['bar']} ms)")

@@ -33,6 +33,10 @@ from cascadia_p2p.wire.frames import (
 SEND_WAIT_MS: Final = 20
 PROBE_WAIT_MS: Final = 50
 
+# Reading a member off its class is a function call in Python 3.11; every frame needs these.
+_PROBE: Final = FrameKind.PROBE
+_TOKENS: Final = FrameKind.TOKENS
+
 _log = structlog.get_logger()
 
 
@@ -194,9 +198,9 @@ class DataThread:
             dropped[Drop.EPOCH] += 1
         elif self._broken:
             dropped[Drop.BROKEN] += 1
-        elif frame.kind is FrameKind.PROBE:
+        elif frame.kind is _PROBE:
             self._take_probe(seat, frame)
-        elif (frame.kind is FrameKind.TOKENS) != seat.head:
+        elif (frame.kind is _TOKENS) != seat.head:
             dropped[Drop.PLACE] += 1
         elif self._in_order(frame) and self._receive_rows(frame):
             self._expected += 1

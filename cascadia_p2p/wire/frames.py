@@ -148,6 +148,9 @@ _OPERATION = struct.Struct("<QIIH6x")
 _RECORD = struct.Struct("<QIIifHH4x")
 _KNOWN_FLAGS: Final = int(SegmentFlag.WANT_TOKEN)
 _LAST_ERROR: Final = int(max(SegmentError))
+# Reading a member off its class is a function call in Python 3.11; every frame needs these.
+_ACTIVATIONS: Final = FrameKind.ACTIVATIONS
+_PROBE: Final = FrameKind.PROBE
 _LAST_KIND: Final = int(max(OperationKind))
 _REWIND: Final = int(OperationKind.REWIND)
 
@@ -237,7 +240,7 @@ def encode_header(frame: Frame) -> bytes:
     segments, operations, records = frame.segments, frame.operations, frame.records
     if segments.dtype != SEGMENT or operations.dtype != OPERATION or records.dtype != RECORD:
         raise ValueError("a frame's tables must have the dtypes SEGMENT, OPERATION and RECORD")
-    activations = frame.kind == FrameKind.ACTIVATIONS
+    activations = frame.kind is _ACTIVATIONS
     try:
         head = HEADER.pack(
             MAGIC,
@@ -344,7 +347,7 @@ def _beyond(limits: FrameLimits, fields: _Fields) -> FrameError:
 def _check_form(kind: FrameKind, limits: FrameLimits, fields: _Fields) -> None:
     """Refuse a header whose fields do not suit its kind."""
     rows, hidden, segments, operations, records, dtype = fields[6:12]
-    if kind is FrameKind.ACTIVATIONS:
+    if kind is _ACTIVATIONS:
         if hidden != limits.hidden:
             raise FrameError(
                 FrameFault.HIDDEN, f"the frame has rows of {hidden} values: expected {limits.hidden}"
@@ -355,7 +358,7 @@ def _check_form(kind: FrameKind, limits: FrameLimits, fields: _Fields) -> None:
             )
         if records:
             raise FrameError(FrameFault.FORM, "an activation frame carries token records")
-    elif rows or hidden or dtype or segments or operations or (records and kind is FrameKind.PROBE):
+    elif rows or hidden or dtype or segments or operations or (records and kind is _PROBE):
         raise FrameError(FrameFault.FORM, f"a {kind.name.lower()} frame carries what its kind does not have")
 
 

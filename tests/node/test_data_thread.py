@@ -258,8 +258,9 @@ def test_every_stream_gets_the_reference_tokens(transport: FrameTransport, stage
         assert ring.tokens(stream) == reference(stages, prompt, 10 + stream)
     counters = [thread.counters for thread in ring.threads]
     if stages > 1:
-        until(lambda: counters[0].frames_in == counters[0].frames_out)
-        assert {(one.frames_in, one.frames_out) for one in counters} == {(counters[0].frames_in,) * 2}
+        # Each thread counts a frame as gone only after the next one may have it already.
+        until(lambda: len({one.frames_in for one in counters} | {one.frames_out for one in counters}) == 1)
+        assert counters[0].frames_in > 0
         assert all(one.rows == counters[0].rows for one in counters)
     assert all(one.progress > one.frames_in for one in counters)
     assert all(not any(one.dropped.values()) for one in counters)
