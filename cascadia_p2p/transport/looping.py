@@ -15,7 +15,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, UsageError
 
 MAX_PARTS: Final = 16
 
@@ -83,7 +83,12 @@ class LoopSocket:
         self._signal = signal
         self._loop = asyncio.get_running_loop()
         self._descriptor = made.fileno()
-        self._loop.add_reader(self._descriptor, signal.set)
+        try:
+            self._loop.add_reader(self._descriptor, signal.set)
+        except NotImplementedError:
+            raise UsageError(
+                "this event loop can not watch sockets: on Windows use asyncio.SelectorEventLoop"
+            ) from None
 
     def take(self, max_parts: int = MAX_PARTS) -> list[zmq.Frame] | None:
         """The parts of the next message, None when there is none.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ def test_the_benchmark_runs_and_reports(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, str(ROOT / "scripts" / "bench_ring.py")]
     command += ["--nodes", "3", "--turns", "40", "--rounds", "1", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        command, cwd=ROOT, env=None, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert "turn of 3 nodes, ours" in ran.stderr
