@@ -277,7 +277,7 @@ def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
             FrameFault.LENGTH, f"a frame header has {size} bytes: expected {HEADER.size} or more"
         )
     fields = HEADER.unpack_from(buffer)
-    _, _, code, counter, head, number, rows, hidden, n_segments, n_operations, n_records, _, _ = fields
+    _, _, code, counter, head, number, rows, hidden, n_segments, n_operations, n_records, dtype, _ = fields
     kind = _KINDS.get(code)
     if kind is None or fields[0] != MAGIC or fields[1] != PROTOCOL or fields[12]:
         raise _foreign(fields)
@@ -292,7 +292,8 @@ def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
     records_at = operations_at + n_operations * OPERATION.itemsize
     if size != records_at + n_records * RECORD.itemsize:
         raise FrameError(FrameFault.LENGTH, f"the frame header has {size} bytes, which its counts contradict")
-    _check_form(kind, limits, fields)
+    if kind is not _ACTIVATIONS or hidden != limits.hidden or dtype != FLOAT32 or n_records:
+        _check_form(kind, limits, fields)
     segments, operations, records = _NO_SEGMENTS, _NO_OPERATIONS, _NO_RECORDS
     if n_segments or rows:
         _check_segments(buffer, operations_at, rows)
