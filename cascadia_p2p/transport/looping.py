@@ -149,7 +149,7 @@ class Monitor:
     def take(self) -> SocketEvent | None:
         """The next event, or None."""
         parts = self._pair.take()
-        return None if parts is None else parse_event(parts)
+        return None if parts is None else parse_event([part.bytes for part in parts])
 
     def close(self) -> None:
         """Stop watching; to be called before the watched socket is closed."""
@@ -177,7 +177,7 @@ def unwatch(watched: zmq.Socket[bytes]) -> None:
         watched.disable_monitor()
 
 
-def parse_event(parts: list[zmq.Frame]) -> SocketEvent:
+def parse_event(parts: list[bytes]) -> SocketEvent:
     """The event in a monitor's message."""
-    message = parse_monitor_message([part.bytes for part in parts])
+    message = parse_monitor_message(parts)
     return SocketEvent(zmq.Event(message["event"]), int(message["value"]))
