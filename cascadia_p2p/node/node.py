@@ -85,7 +85,7 @@ class Node:
         profile = places.profile(config)
         self._profile = profile
         self._machine = RingMachine(profile, time.monotonic(), self._times)
-        # The loop hears of tokens only once the next frame is on its way: waking it earlier delays that frame.
+        # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
         deliver = self._from_data_thread(self._deliver)
         self._conductor = HeadConductor(
             Scheduler(Policy(queue_limit=config.queue)),
