@@ -258,11 +258,11 @@ class _Task:
         return manifest, not journal.places <= manifest.files.keys()
 
     def _check_space(self, out: Path, journal: Journal) -> None:
-        need = sum(work.size for work in self.work if journal.finished(work.path) is None)
+        rest = sum(work.size for work in self.work if journal.finished(work.path) is None)
         free = shutil.disk_usage(out).free
-        if need and need + _SPARE_BYTES > free:
+        if rest and (need := rest + _SPARE_BYTES) > free:
             raise CapacityError(
-                f"the export needs {bytes_in_words(need)} more on the disk of {out}, "
+                f"the rest of the export needs {bytes_in_words(need)} on the disk of {out}, "
                 f"where {bytes_in_words(free)} is free: make room, or choose a directory on another disk"
             )
 

@@ -202,9 +202,7 @@ def test_too_little_space_is_said_before_anything_is_written(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=12345))
-    with pytest.raises(
-        CapacityError, match=r"needs [\d.]+ kB more on the disk of .*, where 12\.3 kB is free"
-    ):
+    with pytest.raises(CapacityError, match=r"needs [\d.]+ MB on the disk of .*, where 12\.3 kB is free"):
         export(checkpoint, tmp_path / "out", shards=2)
     assert not list((tmp_path / "out").glob("shard-*"))
 
