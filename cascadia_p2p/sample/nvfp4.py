@@ -110,7 +110,7 @@ def stored(base: str, quantised: Quantised, form: Nvfp4) -> dict[str, npt.NDArra
             base,
             ".scale",
             ".scale2",
-            {f"{base}.input_amax": calibrated, f"{base}.original_shape": shape},
+            {f"{base}.input_amax": calibrated.astype(ml_dtypes.bfloat16), f"{base}.original_shape": shape},
         ),
         "scale_2": (base, "_scale", "_scale_2", {f"{short}_input_scale": calibrated}),
         "global_scale": (

@@ -121,6 +121,16 @@ class Recipe:
             "dense_intermediate_size": self.dense_width,
             "sconv_kernel_size": 4,
             "model_max_length": self.context,
+            "q_bias": False,
+            "o_bias": False,
+            "use_sconv": True,
+            "use_embed_norm": True,
+            "use_gate_bias": True,
+            "use_global_scale": True,
+            "gate_activation": "sigmoid",
+            "norm_after_topk": True,
+            "shared_expert_sink": True,
+            "final_logit_softcapping": None,
         }
         return {
             "architectures": ["InklingForConditionalGeneration"],

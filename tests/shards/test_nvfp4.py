@@ -267,6 +267,7 @@ def spoiled(path: Path, form: Nvfp4, by: Callable[[dict[str, np.ndarray]], objec
         "U8": np.uint8,
         "F8_E4M3": ml_dtypes.float8_e4m3fn,
         "F32": np.float32,
+        "BF16": ml_dtypes.bfloat16,
         "I64": np.int64,
     }
     with Checkpoint(path) as checkpoint:
