@@ -29,6 +29,8 @@ MAX_ACCEPTED: Final = 4096
 FORGET_AFTER_S: Final = 60.0
 """An address that was only hinted at and never answered is dropped; a new hint dials it again."""
 
+GREET_AGAIN_S: Final = 1.0
+
 _log = structlog.get_logger()
 
 
@@ -248,17 +250,27 @@ class ControlPlane:
             self._unroute(dialled.link)
             self._dialled.pop(dialled.link, None)
 
+    async def _next(self, dialled: _Dialled, dialer: ControlDialer) -> bytes | Dial:
+        """What comes next; the greeting is repeated until the peer has answered it."""
+        while dialer.connected and dialled.owner is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GREET_AGAIN_S):
+                    return await dialer.receive()
+            dialer.send(encode(self._greeting()))
+        return await dialer.receive()
+
     async def _listen(self, dialled: _Dialled, dialer: ControlDialer) -> bool:
         """Take what comes over one socket; False when the address is to be forgotten."""
         loop = asyncio.get_running_loop()
         while True:
-            happened = await dialer.receive()
+            happened = await self._next(dialled, dialer)
             if isinstance(happened, bytes):
                 self._take(happened, dialled.link, str(dialled.endpoint))
                 continue
             owner = dialled.owner
             if happened is Dial.CONNECTED:
                 dialled.idle_since = loop.time()
+                dialled.owner = None
                 dialer.send(encode(self._greeting()))
                 continue
             if happened is Dial.HANDSHAKE_FAILED:

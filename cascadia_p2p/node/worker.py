@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Epoch, Promise
 from cascadia_p2p.wire.frames import FrameLimits
 
-JOIN_S = 5.0
+JOIN_S = 30.0
+TELL_S = 5.0
+"""Between two lines that say how far loading is, in seconds."""
 
 _log = structlog.get_logger()
 
@@ -78,6 +82,7 @@ class Worker:
         self._wanted: int | None = None
         self.loaded = loaded
         self._stopping = threading.Event()
+        self._told_at = time.monotonic()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -123,6 +128,9 @@ class Worker:
             )
             tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
             self.loaded = LoadedShard(shard, stage, tokenizer)
+            # What was loaded lives as long as the process: a collection that walks it would stall frames.
+            gc.collect()
+            gc.freeze()
         except _GivenUpError:
             return
         except CascadiaError as error:
@@ -144,6 +152,9 @@ class Worker:
     def _report_load(self, shard: int, share: float) -> None:
         if self._stopping.is_set() or self._wanted != shard:
             raise _GivenUpError
+        if time.monotonic() - self._told_at >= TELL_S:
+            self._told_at = time.monotonic()
+            _log.info("load_progress", message=f"shard {shard} is loaded to {share:.0%}", shard=shard)
         self._emit(events.LoadProgress(shard, share))
 
     # --- epochs -------------------------------------------------------------------------------------------
@@ -179,6 +190,10 @@ class Worker:
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the data thread, between frames."""
         self._data.call(function)
+
+    def after(self, function: Callable[[], None]) -> None:
+        """In the data thread: run a function once the frame at hand is sent."""
+        self._data.after(function)
 
     def counters(self) -> events.Counters:
         """What the data thread has done, for the ring machine."""
