@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import export as export_module
 from cascadia_p2p.shards.export import Progress, export, needed_files
 from cascadia_p2p.shards.manifest import Manifest
-from cascadia_p2p.shards.reader import ShardReader, held_shards
+from cascadia_p2p.shards.reader import ShardReader, held_shards, held_sources
 from cascadia_p2p.shards.safetensors import Checkpoint
 
 RECIPE = Recipe(
@@ -170,6 +171,10 @@ def test_a_shard_from_another_pc_can_be_laid_beside_the_others(tmp_path: Path, s
         reader = ShardReader(here, shard)
         reader.verify()
         assert reader.index == shard
+    manifests = [Manifest.load(directory) for directory in (here, there)]
+    both = [[sample or "" for _, sample in sorted(manifest.sources.items())] for manifest in manifests]
+    assert held_sources(here) == tuple(one or other for one, other in zip(*both, strict=True))
+    assert held_sources(there) == held_sources(here / "shard-02") == tuple(both[1])
     (here / "shard-02" / "manifest.json").unlink()
     with pytest.raises(ShardError, match=r"shard-02 has no manifest\.json"):
         ShardReader(here, 2)
@@ -341,6 +346,13 @@ def test_the_command_judges_the_shards_before_it_reads(tmp_path: Path) -> None:
             run(tmp_path / "absent", tmp_path / "out", "--shards", "3", f"--only-shards={text}")
 
 
+def noted(out: Path) -> list[str]:
+    """The files that an export under way has noted as finished."""
+    journal = out / ".export" / "journal"
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    return [found[1] for found in (re.match(r'\{"place":"([^"]+)"', line) for line in lines) if found]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     # Large enough that much is left to do when the first file is there.
@@ -354,7 +366,7 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     here = Path(__file__).resolve().parents[2]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
     limit = time.monotonic() + 60.0
-    while not list(out.glob("shard-00/*.weights")) and child.poll() is None:
+    while not noted(out) and child.poll() is None:
         assert time.monotonic() < limit
         time.sleep(0.002)
     child.send_signal(signal.SIGINT)
@@ -363,7 +375,7 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     assert "it goes on where it stopped" in said
     assert "Traceback" not in said
     assert not (out / "manifest.json").exists()
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-00/*.weights")}
+    kept = {out / place: (out / place).stat().st_mtime_ns for place in noted(out)}
     assert kept
     again = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=here, check=True)
     assert again.stdout == f"{out / 'manifest.json'}\n"
