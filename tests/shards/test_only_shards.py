@@ -161,6 +161,13 @@ def test_cas_21_a_shard_is_listed_in_full_or_not_at_all(
         ShardReader(tmp_path / "out", 1)
 
 
+def test_a_manifest_without_samples_is_read(tmp_path: Path, spread: Path) -> None:
+    export(spread, tmp_path / "out", split=SPLIT, only=[1])
+    spoil(tmp_path / "out", lambda manifest: manifest.pop("sources"))
+    ShardReader(tmp_path / "out", 1).verify()
+    assert set(held_sources(tmp_path / "out")) <= {""}
+
+
 def test_a_shard_from_another_pc_can_be_laid_beside_the_others(tmp_path: Path, spread: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     export(spread, here, split=SPLIT, only=[0])
@@ -175,6 +182,13 @@ def test_a_shard_from_another_pc_can_be_laid_beside_the_others(tmp_path: Path, s
     both = [[sample or "" for _, sample in sorted(manifest.sources.items())] for manifest in manifests]
     assert held_sources(here) == tuple(one or other for one, other in zip(*both, strict=True))
     assert held_sources(there) == held_sources(here / "shard-02") == tuple(both[1])
+    own = (here / "shard-02" / "manifest.json").read_bytes()
+    shutil.copy(here / "shard-00" / "manifest.json", here / "shard-02")
+    for directory in (here, here / "shard-02"):
+        with pytest.raises(ShardError, match=r"manifest\.json does not list shard 2: copy"):
+            ShardReader(directory, 2)
+    (here / "shard-02" / "manifest.json").write_bytes(own)
+    assert ShardReader(here / "shard-02").index == 2
     (here / "shard-02" / "manifest.json").unlink()
     with pytest.raises(ShardError, match=r"shard-02 has no manifest\.json"):
         ShardReader(here, 2)
@@ -266,6 +280,24 @@ def test_another_selection_keeps_what_was_finished(tmp_path: Path, spread: Path,
     assert (out / ".export" / "journal").exists()
     export(spread, out, split=SPLIT)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert tree(out) == tree(whole)
+
+
+def test_shards_that_another_export_finishes_meanwhile_stay_listed(
+    tmp_path: Path, spread: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    right = export_module.FileLock
+
+    def first_another(*args: object, **more: object) -> object:
+        # Between the first look at the directory and the lock.
+        monkeypatch.setattr(export_module, "FileLock", right)
+        export(spread, out, split=SPLIT, only=[0, 2])
+        (out / ".export").mkdir()
+        return right(*args, **more)
+
+    monkeypatch.setattr(export_module, "FileLock", first_another)
+    assert export(spread, out, split=SPLIT, only=[1]).listed == (0, 1, 2)
     assert tree(out) == tree(whole)
 
 
