@@ -73,6 +73,7 @@ class ControlPlane:
         server: this node's bound ROUTER; closed by `close`.
         greeting: the message that a fresh connection begins with.
         emit: takes events of the ring machine.
+        watch: told of every task that has ended, by its failure too.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class ControlPlane:
         server: ControlServer,
         greeting: Callable[[], Greeting],
         emit: Callable[[Event], None],
+        watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._network = network
         self._server = server
         self._greeting = greeting
         self._emit = emit
+        self._watch = watch
         self._numbers = itertools.count(1)
         self._dialled: dict[int, _Dialled] = {}
         self._accepted: OrderedDict[bytes, _Accepted] = OrderedDict()
@@ -99,6 +102,7 @@ class ControlPlane:
     def start(self) -> None:
         """Take messages from now on."""
         self._serving = asyncio.create_task(self._serve(), name="control-server")
+        self._serving.add_done_callback(self._watch)
 
     def dial(self, endpoint: Endpoint, *, lasting: bool = False) -> None:
         """Keep a connection to this address, unless there is one; a lasting one is never given up."""
@@ -111,6 +115,7 @@ class ControlPlane:
         dialled = _Dialled(next(self._numbers), endpoint, lasting)
         self._dialled[dialled.link] = dialled
         dialled.task = asyncio.create_task(self._keep(dialled), name=f"dial-{endpoint}")
+        dialled.task.add_done_callback(self._watch)
 
     def route(self, link: int, node: NodeId, instance: Instance) -> None:
         """From now on `link` leads to this node."""
