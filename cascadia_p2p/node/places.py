@@ -19,7 +19,7 @@ from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.node.answers import ModelFacts
 from cascadia_p2p.ring.profile import NodeProfile
 from cascadia_p2p.shards.manifest import Manifest, shard_directory
-from cascadia_p2p.shards.reader import held_shards
+from cascadia_p2p.shards.reader import held_shards, held_sources
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
@@ -153,6 +153,7 @@ class Places:
             fleet=config.fleet,
             model=self.model.name,
             fingerprint=manifest.fingerprint,
+            sources=held_sources(self.model.directory),
             shards=manifest.shards,
             layers=manifest.layers,
             hidden=self.model.config.hidden,
