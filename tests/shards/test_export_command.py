@@ -61,7 +61,7 @@ def test_without_a_terminal_lines_say_how_long_is_left(
     assert run(checkpoint, tmp_path / "out", "--shards", "2") == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
     assert len(lines) > 5
-    amount = r"[\d.]+ [kM]?B"
+    amount = r"[\d.]+ [kMG]?B"
     form = (
         rf"shard-0[01]/\S+\.weights: {amount} of {amount}, {amount}/s, (less than a minute|an unknown time)"
     )
