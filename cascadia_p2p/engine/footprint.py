@@ -103,6 +103,11 @@ class Footprint:
     head: Form = Form.F32
     embedding: Form = Form.F32
 
+    @property
+    def known(self) -> bool:
+        """Whether the backend can multiply in these forms."""
+        return all((self.backend, form) in RULES for form in (self.experts, self.projections, self.head))
+
     def form(self, part: Part) -> Form:
         """How a part is kept."""
         forms = {Part.PROJECTIONS: self.projections, Part.HEAD: self.head, Part.EMBEDDING: self.embedding}

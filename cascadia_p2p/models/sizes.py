@@ -124,6 +124,6 @@ class ModelSizes:
         return inside + self.embedding.weights + self.head.weights
 
     def matrices(self, layers: range) -> tuple[Matrices, ...]:
-        """The matrices of a stage with these layers; the embedding, which is no product, is not among them."""
+        """The matrices of a stage with these layers, without the embedding, which is no product."""
         inside = tuple(each for number in layers for each in self.layers[number].matrices)
         return (*inside, self.head) if layers.stop == len(self.layers) else inside
