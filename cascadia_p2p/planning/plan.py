@@ -243,7 +243,7 @@ class _Planner:
         if split is not None and len(split) > len(arrangement.places):
             return (
                 f"the model is split into {len(split)} shards and there are {len(arrangement.places)} PCs: "
-                f"shards {len(arrangement.places)} to {len(split) - 1} would have no node"
+                f"{_shards(len(arrangement.places), len(split) - 1)} would have no node"
             )
         stages = self._stages(arrangement)
         lacks: dict[tuple[str, bool], list[str]] = {}
@@ -335,6 +335,10 @@ def _named(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return f"{', '.join(names)} each lack"
     return f"{len(names)} nodes, {names[0]} to {names[-1]}, each lack"
+
+
+def _shards(first: int, last: int) -> str:
+    return f"shard {first}" if first == last else f"shards {first} to {last}"
 
 
 def _too_large(matrices: Matrices, count: int) -> str:

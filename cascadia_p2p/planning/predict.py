@@ -70,6 +70,18 @@ class Prediction:
     limit: str
 
 
+def hop_times(nodes: Sequence[MeasuredNode], hidden: int, rows: int) -> tuple[HopTime, ...]:
+    """The hops of a ring for a frame of so many rows; none for a ring of one, which calls directly."""
+    if len(nodes) == 1:
+        return ()
+    forward = _HEADER_BYTES + rows * (4 * hidden + _SEGMENT_BYTES)
+    back = _HEADER_BYTES + rows * _TOKEN_BYTES
+    pairs = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
+    return tuple(
+        _hop(a, b, back if place == len(nodes) - 1 else forward) for place, (a, b) in enumerate(pairs)
+    )
+
+
 class Ring:
     """Nodes in ring order with a split.
 
@@ -82,6 +94,7 @@ class Ring:
 
     def __init__(self, nodes: Sequence[StageTimes], split: Split, hidden: int, most_rows: int) -> None:
         self._nodes = tuple(nodes)
+        self._measured = tuple(each.node for each in nodes)
         ends = np.cumsum([0, *split]).tolist()
         self._layers = [range(a, b) for a, b in pairwise(ends)]
         self._hidden = hidden
@@ -104,27 +117,16 @@ class Ring:
     def _stages(self, rows: int) -> tuple[float, ...]:
         return tuple(node.stage(layers, rows) for node, layers in zip(self._nodes, self._layers, strict=True))
 
-    def _hops(self, rows: int) -> tuple[HopTime, ...]:
-        nodes = [each.node for each in self._nodes]
-        if len(nodes) == 1:
-            return ()
-        forward = _HEADER_BYTES + rows * (4 * self._hidden + _SEGMENT_BYTES)
-        back = _HEADER_BYTES + rows * _TOKEN_BYTES
-        pairs = zip(nodes, [*nodes[1:], nodes[0]], strict=True)
-        return tuple(
-            _hop(a, b, back if place == len(nodes) - 1 else forward) for place, (a, b) in enumerate(pairs)
-        )
-
     def _round(self, streams: int, rows: int) -> tuple[float, float, float]:
         """Seconds of a round; of one frame's trip; that the slowest stage or hop needs for all frames."""
-        stages, hops = self._stages(rows), self._hops(rows)
+        stages, hops = self._stages(rows), hop_times(self._measured, self._hidden, rows)
         frames = -(-streams // rows)
         trip = sum(stages) + sum(hop.seconds for hop in hops)
         busy = frames * max([*stages, *(hop.busy for hop in hops)])
         return max(trip, busy, 1e-12), trip, busy
 
     def _described(self, streams: int, rows: int) -> Prediction:
-        stages, hops = self._stages(rows), self._hops(rows)
+        stages, hops = self._stages(rows), hop_times(self._measured, self._hidden, rows)
         round_s, trip, busy = self._round(streams, rows)
         slowest = int(np.argmax(stages))
         slowest_hop = int(np.argmax([hop.seconds for hop in hops])) if hops else None
@@ -150,7 +152,8 @@ class Ring:
         widest = max(hops, key=lambda hop: hop.busy)
         if busy >= trip:
             if widest.busy > stages[slowest]:
-                return f"hop {widest.sender} to {widest.receiver}: {widest.busy * 1e3:.1f} ms a frame on the wire"
+                wire = f"{widest.busy * 1e3:.1f} ms a frame on the wire"
+                return f"hop {widest.sender} to {widest.receiver}: {wire}"
             rest = (sum(stages) - stages[slowest]) / max(len(stages) - 1, 1)
             return (
                 f"node {name}: {stages[slowest] * 1e3:.1f} ms a frame, the others {rest * 1e3:.1f} on average"

@@ -1,8 +1,8 @@
-"""Finds the order of the nodes and the split that answer so many streams fastest, within every node's memory."""
+"""Finds the order of the nodes and the split that answer fastest within every node's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from typing import Final
@@ -12,8 +12,15 @@ import numpy as np
 from cascadia_p2p.planning.machine import Machine
 from cascadia_p2p.planning.measured import MeasuredNode
 from cascadia_p2p.planning.needs import Needs
-from cascadia_p2p.planning.predict import Ring
-from cascadia_p2p.planning.split import F64, Split, balanced_split, cheapest_split, smallest_maximum
+from cascadia_p2p.planning.predict import Ring, hop_times
+from cascadia_p2p.planning.split import (
+    F64,
+    Split,
+    balanced_split,
+    shortest_round,
+    smallest_maximum,
+    soonest_split,
+)
 from cascadia_p2p.planning.stagetime import Reading, StageTimes
 
 BALANCE_ROWS: Final = 8
@@ -23,8 +30,6 @@ WORTH: Final = 1.02
 """A ring without a node must be this much faster for the node to be called harmful."""
 
 _ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# From the most balanced split to the one with the shortest trip, which suits few streams.
-_SLACK: Final = (1.0, 1.05, 1.1, 1.2, 1.4, 1.8, 2.5, 4.0, np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,34 @@ class LeftOut:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One order of places and one number of rows, for which the split is looked for.
+
+    Args:
+        order: of the places.
+        costs: of each place, in seconds a frame.
+        frames: in flight.
+        hops: seconds of all hops together.
+        wire: seconds that the busiest hop needs for all frames.
+    """
+
+    order: tuple[Place, ...]
+    costs: list[F64]
+    frames: int
+    hops: float
+    wire: float
+
+    def at_least(self) -> float:
+        """No split's round is shorter than this."""
+        return max(shortest_round(self.costs, self.frames, self.hops), self.wire)
+
+    def solve(self) -> tuple[float, Split] | None:
+        """The shortest round and its split."""
+        found = soonest_split(self.costs, self.frames, self.hops)
+        return None if found is None else (max(found[0], self.wire), found[1])
+
+
 class Search:
     """The search for one model, demand and number of streams."""
 
@@ -97,11 +130,10 @@ class Search:
             costs = [self._allowed(place, self._reading.matrix(rows)) for place in places]
             split = balanced_split(costs)
             return None if split is None else Arrangement(tuple(places), split)
-        ordered = self._best_ends(places)
-        return None if ordered is None else self._best_split(ordered)
+        return self._best_of(_orders(tuple(places)))
 
     def least_lack(self, places: Sequence[Place]) -> Arrangement:
-        """The arrangement in which the node that lacks most lacks least; for places that can not hold it all."""
+        """The arrangement in which the node that lacks most lacks least, for when not all fits."""
         split = balanced_split([self._lack(place) for place in places])
         assert split is not None  # lacks are finite wherever a stage has a layer
         return Arrangement(tuple(places), split)
@@ -127,7 +159,9 @@ class Search:
             ]
             if not found:
                 break
-            after, place, smaller = max(found, key=lambda each: each[0])
+            _, place, smaller = max(found, key=lambda each: each[0])
+            smaller = self.best(smaller.places) or smaller
+            after = self.rate(smaller, self._streams)
             if after < rate * WORTH:
                 break
             left.append(LeftOut(place.name, rate, after, self._why(arrangement, place, rate, after)))
@@ -144,7 +178,8 @@ class Search:
     # --- inside -------------------------------------------------------------------------------------------
 
     def _without(self, arrangement: Arrangement, place: Place) -> Arrangement | None:
-        return self.best([each for each in arrangement.places if each is not place])
+        """The rest in the same order, which is enough to tell whom to leave out."""
+        return self._best_of([tuple(each for each in arrangement.places if each is not place)])
 
     def _why(self, arrangement: Arrangement, place: Place, before: float, after: float) -> str:
         now = self.ring(arrangement).predict(self._streams)
@@ -173,40 +208,44 @@ class Search:
     def _allowed(self, place: Place, cost: F64) -> F64:
         return np.where(self._lack(place) <= 0, cost, np.inf)
 
-    def _costs(self, places: Sequence[Place], rows: int) -> list[F64]:
-        return [self._allowed(place, place.times.matrix(rows)) for place in places if place.times is not None]
+    def _best_of(self, orders: Iterable[tuple[Place, ...]]) -> Arrangement | None:
+        """The arrangement with the shortest round among these orders."""
+        tasks = [self._task(order, rows) for order in orders for rows in self._rows()]
+        bounds = [task.at_least() for task in tasks]
+        best: tuple[float, Arrangement] | None = None
+        for place in sorted(range(len(tasks)), key=bounds.__getitem__):
+            if bounds[place] == np.inf or (best is not None and bounds[place] >= best[0]):
+                break
+            found = tasks[place].solve()
+            if found is not None and (best is None or found[0] < best[0]):
+                best = (found[0], Arrangement(tasks[place].order, found[1]))
+        return None if best is None else best[1]
+
+    def _task(self, order: tuple[Place, ...], rows: int) -> _Task:
+        times = [place.times for place in order if place.times is not None]
+        costs = [self._allowed(place, each.matrix(rows)) for place, each in zip(order, times, strict=True)]
+        hops = hop_times([each.node for each in times], self._reading.sizes.hidden, rows)
+        frames = self._frames(rows)
+        wire = frames * max((hop.busy for hop in hops), default=0.0)
+        return _Task(order, costs, frames, sum(hop.seconds for hop in hops), wire)
+
+    def _frames(self, rows: int) -> int:
+        return -(-self._streams // rows)
 
     def _rows(self) -> Iterator[int]:
         most = min(self._needs.demand.promise.rows, self._streams)
-        return (rows for rows in (*_ROWS, most) if rows <= most)
+        return (rows for rows in sorted({*_ROWS, most}) if rows <= most)
 
-    def _best_ends(self, places: Sequence[Place]) -> tuple[Place, ...] | None:
-        """Every choice of the first and the last node is tried; the order is the best for balanced stages."""
 
-        def slowest(order: Sequence[Place], rows: int) -> float:
-            return smallest_maximum(self._costs(order, rows)) * -(-self._streams // rows)
-
-        rows = min(self._rows(), key=lambda each: slowest(places, each))
-        if len(places) < 2 or len(_different(places)) == 1:
-            return tuple(places) if slowest(places, rows) < np.inf else None
-        orders = [
-            (places[a], *(each for number, each in enumerate(places) if number not in (a, b)), places[b])
-            for a, b in permutations(range(len(places)), 2)
-        ]
-        best = min((tuple(places), *orders), key=lambda order: slowest(order, rows))
-        return best if slowest(best, rows) < np.inf else None
-
-    def _best_split(self, places: tuple[Place, ...]) -> Arrangement | None:
-        splits: set[Split] = set()
-        for rows in self._rows():
-            costs = self._costs(places, rows)
-            least = smallest_maximum(costs)
-            for slack in _SLACK if least < np.inf else ():
-                split = cheapest_split(costs, least * slack * (1 + 1e-12))
-                if split is not None:
-                    splits.add(split)
-        found = [Arrangement(places, split) for split in sorted(splits)]
-        return max(found, key=lambda each: self.rate(each, self._streams), default=None)
+def _orders(places: tuple[Place, ...]) -> list[tuple[Place, ...]]:
+    """This order, and every other choice of the first and the last."""
+    if len(places) < 2 or len(_different(places)) == 1:
+        return [places]
+    ends = [
+        (places[a], *(each for number, each in enumerate(places) if number not in (a, b)), places[b])
+        for a, b in permutations(range(len(places)), 2)
+    ]
+    return list(dict.fromkeys([places, *ends]))
 
 
 def _different(places: Sequence[Place]) -> list[Place]:

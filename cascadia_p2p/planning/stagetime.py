@@ -1,7 +1,7 @@
 """How long a node takes for a frame, by layers and rows: measured where it was, from its bandwidth elsewhere.
 
 Decoding is bound by memory: a frame reads every weight that one of its rows passes, once, and each row reads
-the keys and values of its stream. With R rows the share of E experts, k a row, that is read is `1 - (1 - k/E)^R`.
+the keys and values of its stream. R rows that take k of E experts read the share `1 - (1 - k / E)^R` of them.
 """
 
 from __future__ import annotations
