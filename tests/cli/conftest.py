@@ -71,6 +71,8 @@ def process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CASCADIA_")}
+        # Output into a pipe is buffered for users.
+        environment.pop("PYTHONUNBUFFERED", None)
         made = subprocess.Popen(
             [sys.executable, "-m", "cascadia_p2p", *map(str, arguments)],
             cwd=ROOT,
