@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cascadia_p2p.engine.kernels import compiling
-from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
+from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
+from cascadia_p2p.models.inkling.memory import memory_need
 from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
-from cascadia_p2p.models.sizing import model_sizes
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.types import Promise
 
@@ -91,7 +91,7 @@ def load_stage(
 
 def stage_need(reader: ShardReader, promise: Promise, rewind: int = REWIND) -> MemoryNeed:
     """Memory that a shard takes with this promise, in bytes."""
-    return stage_memory(model_sizes(reader.config), reader.layers, promise, rewind)
+    return memory_need(reader.config, reader.layers, promise, rewind)
 
 
 def _told(
