@@ -124,6 +124,19 @@ def bind(made: zmq.Socket[bytes], host: str, port: int, flag: str, address_flag:
     return Endpoint.parse(made.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
+def require_free(network: Network, host: str, port: int, flag: str) -> None:
+    """See that an address can be bound now, and let go of it again.
+
+    Raises:
+        PortError: as `bind`.
+    """
+    made = network.socket(zmq.PULL, linger_ms=0, max_part=NOTHING)
+    try:
+        bind(made, host, port, flag)
+    finally:
+        made.close(linger=0)
+
+
 def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     """Start connecting a socket; ZeroMQ goes on trying until the socket is closed."""
     if ":" in endpoint.host:

@@ -56,6 +56,7 @@ MESSAGES = [
     m.Beat(**WHO, epoch=7, progress=2**62, frames_in=3, frames_out=2, waiting_send=True, probe_seen=9),
     m.Bye(**WHO, reason="Ctrl-C"),
     m.StatusQuery(),
+    m.StatusQuery(padding="0" * (1 << 17)),
     m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
 ]
 
@@ -104,6 +105,7 @@ def test_exo_19_other_version_is_a_value(kind: str, version: int) -> None:
         (b'{"type":"beat","x":' + b"[" * 500 + b"]" * 500 + b"}", "beat"),
         (b" " * (1 << 19), "too long"),
         (changed(MESSAGES[0], surprise=1), "surprise"),
+        (changed(m.StatusQuery(), padding="0" * ((1 << 17) + 1)), "padding"),
         (changed(MESSAGES[0], node="../../etc"), "node"),
         (changed(MESSAGES[0], node=NODE + "\n"), "node"),
         (changed(MESSAGES[0], fleet="a\x1b[31m"), "fleet"),
