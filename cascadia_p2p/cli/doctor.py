@@ -134,4 +134,5 @@ def _bar() -> Iterator[Callable[[VerifyProgress], None]]:
     try:
         yield tell
     finally:
-        bar.stop()
+        if task is not None:
+            bar.stop()

@@ -41,10 +41,17 @@ class Bandwidth:
     threads: int
 
 
-def measure_bandwidth(threads: int, seconds: float = _SECONDS) -> Bandwidth:
-    """Read a buffer with so many threads for about so many seconds."""
-    available = int(psutil.virtual_memory().available)
-    size = max(min(_BUFFER, available // _SHARE), _LEAST_BUFFER)
+def measure_bandwidth(threads: int, seconds: float = _SECONDS, size: int | None = None) -> Bandwidth:
+    """Read a buffer with so many threads for about so many seconds.
+
+    Args:
+        threads: that read at once.
+        seconds: to go on.
+        size: bytes of the buffer; None for much more than any cache, or less where little is free.
+    """
+    if size is None:
+        available = int(psutil.virtual_memory().available)
+        size = max(min(_BUFFER, available // _SHARE), _LEAST_BUFFER)
     # Written, not only reserved: untouched pages are all one page of zeros.
     buffer = np.full(size, 1, np.uint8)
     parts = np.array_split(buffer, threads)

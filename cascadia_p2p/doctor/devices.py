@@ -95,8 +95,8 @@ def check_openvino(openvino: OpenVino, device: str) -> Finding:
     found, gpu = version_of(version), device.startswith("GPU")
     if found < LEAST_OPENVINO:
         why = (
-            "before 2026.3 the GPU wants routing inside its graph, and up to 2026.2.1 it mixes up shapes when "
-            "one request is reset while another runs"
+            "before 2026.3 the GPU wants routing inside its graph, and up to 2026.2.1 it mixes up shapes "
+            "when one request is reset while another runs"
             if gpu
             else "the graphs are built for 2026.3 and newer"
         )

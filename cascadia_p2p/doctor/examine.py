@@ -24,7 +24,7 @@ from cascadia_p2p.doctor.software import check_software
 from cascadia_p2p.errors import UnreachableError, UsageError
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.shards.reader import VerifyProgress
-from cascadia_p2p.transport.network import Network, require_free
+from cascadia_p2p.transport.network import require_free
 from cascadia_p2p.types import Endpoint
 
 
@@ -100,8 +100,7 @@ async def _peers(config: Config, interfaces: list[Interface], met: list[Met]) ->
 
 async def _ports(config: Config, host: Host, address: Address) -> list[Finding]:
     holders = await _holders(config, address)
-    with Network() as network:
-        findings = list(check_ports(config, address.ip, partial(require_free, network), holders))
+    findings = list(check_ports(config, address.ip, require_free, holders))
     return findings if address.loopback else [*findings, *check_firewall(host, config)]
 
 

@@ -76,7 +76,7 @@ def check_multicast(address: Address, wanted: bool, heard: Heard) -> Finding:
         "sent": heard.sent,
         "echoed": heard.echoed,
         "local": heard.local,
-        "hosts": sorted(heard.hosts),
+        "hosts": [*sorted(heard.hosts)],
     }
     bad = Level.FAIL if wanted else Level.WARN
     by_hand = "name one other node with --peer HOST:PORT"
