@@ -16,7 +16,7 @@ from rich.text import Text
 from cascadia_p2p import __version__
 from cascadia_p2p.cli.join import loop_factory
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
-from cascadia_p2p.doctor.examine import examine
+from cascadia_p2p.doctor.examine import Group, examine
 from cascadia_p2p.doctor.finding import Finding, Level, worst
 from cascadia_p2p.doctor.host import Host
 from cascadia_p2p.logs import configure_logs
@@ -52,6 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="with --model: look at sizes of files, not at their contents"
     )
+    parser.add_argument(
+        "--only",
+        choices=[group.value for group in Group],
+        action="append",
+        help="examine only this; may be repeated (default: everything)",
+    )
     add_flags(parser, *FLAGS)
 
 
@@ -62,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         config.log_format, "error" if config.source("log_level") == "default" else config.log_level
     )
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        findings = runner.run(_examine(config, as_json=args.json, contents=not args.quick))
+        groups = [Group(name) for name in args.only or Group]
+        findings = runner.run(_examine(config, groups, as_json=args.json, contents=not args.quick))
     level = worst(findings)
     if args.json:
         _print_json(findings, level)
@@ -71,11 +78,11 @@ def run(args: argparse.Namespace) -> int:
     return 1 if level is Level.FAIL else 0
 
 
-async def _examine(config: Config, *, as_json: bool, contents: bool) -> list[Finding]:
+async def _examine(config: Config, groups: list[Group], *, as_json: bool, contents: bool) -> list[Finding]:
     console = Console(highlight=False)
     findings: list[Finding] = []
     with _bar() as tell:
-        async for finding in examine(config, Host(), contents=contents, progress=tell):
+        async for finding in examine(config, Host(), groups=groups, contents=contents, progress=tell):
             findings.append(finding)
             if not as_json:
                 _show(console, finding)

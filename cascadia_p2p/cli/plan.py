@@ -162,6 +162,10 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
         raise UsageError(
             f"--backend kernels computes on the CPU, not on {config.device}: leave one of them out"
         )
+    if not on_cpu and not config.device.startswith("GPU"):
+        raise UsageError(
+            f"--device {config.device}: what weights take there is not known; plan for CPU or GPU"
+        )
     chosen = {
         "kernels": Backend.KERNELS,
         "openvino": Backend.OPENVINO_CPU if on_cpu else Backend.OPENVINO_GPU,

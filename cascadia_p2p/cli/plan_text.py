@@ -160,8 +160,9 @@ def _options(plan: Plan) -> Table:
     for title in titles:
         table.add_column(title, justify="left" if title in titles[:2] else "right")
     for option in plan.options:
+        kind = ", at its least" if option.lean else ""
         table.add_row(
-            f"{option.backend}{' (this plan)' if option.planned else ''}",
+            f"{option.backend}{kind}{' (this plan)' if option.planned else ''}",
             option.gpu or "",
             _slots(option, slots),
             "no number" if option.fewest is None else str(option.fewest),

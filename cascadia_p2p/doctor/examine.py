@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from enum import StrEnum
 from functools import partial
 
 import psutil
@@ -28,10 +29,24 @@ from cascadia_p2p.transport.network import require_free
 from cascadia_p2p.types import Endpoint
 
 
+class Group(StrEnum):
+    """What can be examined by itself."""
+
+    SOFTWARE = "software"
+    """Python, packages, OpenVINO and its devices."""
+    MACHINE = "machine"
+    """Processor, memory, power and clock."""
+    NETWORK = "network"
+    """Interfaces, ports, multicast, peers and the fleet."""
+    MODEL = "model"
+    """Files of the model, and room for it."""
+
+
 async def examine(
     config: Config,
     host: Host,
     *,
+    groups: Collection[Group] = tuple(Group),
     contents: bool = True,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> AsyncIterator[Finding]:
@@ -40,25 +55,31 @@ async def examine(
     Args:
         config: as `join` would have it.
         host: this machine.
+        groups: what to examine.
         contents: whether to read the model's files in full.
         progress: told while they are read.
     """
-    shown = int(psutil.virtual_memory().total)
-    for finding in check_software(host):
-        yield finding
-    for finding in await asyncio.to_thread(lambda: list(check_devices(host, config.device, shown))):
-        yield finding
-    yield check_processor(host, config.threads)
-    yield check_memory(host)
-    yield await asyncio.to_thread(check_bandwidth, config.threads)
-    yield await asyncio.to_thread(check_power, host)
-    yield await asyncio.to_thread(check_clock, host)
-    async for finding in _network(config, host):
-        yield finding
-    if config.model is not None:
+    if Group.SOFTWARE in groups:
+        for finding in await asyncio.to_thread(_software, config, host):
+            yield finding
+    if Group.MACHINE in groups:
+        yield check_processor(host, config.threads)
+        yield check_memory(host)
+        yield await asyncio.to_thread(check_bandwidth, config.threads)
+        yield await asyncio.to_thread(check_power, host)
+        yield await asyncio.to_thread(check_clock, host)
+    if Group.NETWORK in groups:
+        async for finding in _network(config, host):
+            yield finding
+    if Group.MODEL in groups and config.model is not None:
         work = partial(check_model, config, contents=contents, progress=progress)
         for finding in await asyncio.to_thread(lambda: list(work())):
             yield finding
+
+
+def _software(config: Config, host: Host) -> list[Finding]:
+    shown = int(psutil.virtual_memory().total)
+    return [*check_software(host), *check_devices(host, config.device, shown)]
 
 
 async def _network(config: Config, host: Host) -> AsyncIterator[Finding]:

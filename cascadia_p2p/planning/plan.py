@@ -21,10 +21,11 @@ from cascadia_p2p.planning.stagetime import Reading, StageTimes
 from cascadia_p2p.types import Promise
 
 _FEW: Final = (1, 2, 4, 8)
-_WAYS: Final[tuple[tuple[Backend, GpuMemory | None], ...]] = (
-    (Backend.KERNELS, None),
-    (Backend.OPENVINO_CPU, None),
-    *((Backend.OPENVINO_GPU, limit) for limit in reversed(GpuMemory)),
+_WAYS: Final[tuple[tuple[Backend, GpuMemory | None, bool], ...]] = (
+    (Backend.KERNELS, None, False),
+    (Backend.OPENVINO_CPU, None, False),
+    (Backend.OPENVINO_CPU, None, True),
+    *((Backend.OPENVINO_GPU, limit, False) for limit in reversed(GpuMemory)),
 )
 
 
@@ -64,6 +65,7 @@ class Option:
     Args:
         backend: who multiplies.
         gpu: what the GPU may take; None when the CPU multiplies.
+        lean: whether the backend's needs, which vary, are taken at their least.
         slots: streams of the planned context that the planned number of PCs holds, at most the planned slots;
             0 when not one fits.
         fewest: PCs that hold all that is planned; None when no number does.
@@ -72,6 +74,7 @@ class Option:
 
     backend: Backend
     gpu: GpuMemory | None
+    lean: bool
     slots: int
     fewest: int | None
     planned: bool
@@ -284,12 +287,12 @@ class _Planner:
         if any(replace(each, name="") != replace(first, name="") for each in question.machines):
             return ()
         found: list[Option] = []
-        for backend, gpu in _WAYS:
-            footprint = replace(question.demand.footprint, backend=backend)
-            if not footprint.known:
+        for backend, gpu, lean in _WAYS:
+            footprint = replace(question.demand.footprint, backend=backend, lean=lean)
+            if not footprint.known or (lean and not footprint.varies):
                 continue
             limit = None if gpu is None else gpu.limit(first.shown)
-            planned = backend is question.demand.footprint.backend and limit == first.gpu
+            planned = footprint == question.demand.footprint and limit == first.gpu
             found.append(self._option(footprint, replace(first, gpu=limit), gpu, planned))
         return tuple(found)
 
@@ -303,7 +306,7 @@ class _Planner:
 
         all_slots = fewest(demand.promise.slots)
         slots = _largest(demand.promise.slots, lambda n: (fewest(n) or count + 1) <= count)
-        return Option(footprint.backend, gpu, slots, all_slots, planned)
+        return Option(footprint.backend, gpu, footprint.lean, slots, all_slots, planned)
 
     def _needed(self, arrangement: Arrangement) -> str:
         """Why the slowest node can not be left out, where that would help."""

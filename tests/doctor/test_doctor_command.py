@@ -13,6 +13,7 @@ from cascadia_p2p.cli import doctor, join, main
 from cascadia_p2p.local import LocalRing, free_ports
 
 HERE = ("--bind", "127.0.0.1", "--fleet", "examined-here", "--threads", "1")
+NETWORK = ("--only", "network")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -52,7 +53,7 @@ def test_a_machine_alone_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_failing_check_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     peer = f"127.0.0.1:{free_ports()}"
-    code, out, _ = run(capsys, *HERE, *free_flags(), "--no-mdns", "--peer", peer)
+    code, out, _ = run(capsys, *HERE, *free_flags(), *NETWORK, "--no-mdns", "--peer", peer)
     assert code == 1
     line = next(line for line in out.splitlines() if line.startswith("fail "))
     assert line.startswith(f"fail peer         {peer} can not be reached from 127.0.0.1")
@@ -67,6 +68,7 @@ def test_a_living_node_is_recognised_on_its_ports_and_measured(
     node = living_node.nodes[0]
     code, out, _ = run(
         capsys,
+        *(*NETWORK, "--only", "model"),
         *("--bind", "127.0.0.1", "--fleet", living_node.fleet, "--port", str(node.port), "--threads", "1"),
         *("--peer", str(node.control), "--model", str(exported), "--state-dir", str(tmp_path), "--json"),
     )
@@ -92,7 +94,7 @@ def test_a_living_node_is_recognised_on_its_ports_and_measured(
 def test_a_damaged_model_and_one_that_does_not_fit_fail(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = (*HERE, *free_flags(), "--no-mdns", "--state-dir", str(tmp_path / "state"))
+    flags = (*HERE, "--only", "model", "--state-dir", str(tmp_path / "state"))
     with monkeypatch.context() as little:
         little.setattr("cascadia_p2p.doctor.model.available_memory", lambda: 300 * 2**20)
         code, out, _ = run(capsys, *flags, "--model", str(exported), "--slots", "1000", "--json")
@@ -116,13 +118,13 @@ def test_a_damaged_model_and_one_that_does_not_fit_fail(
 
 
 def test_no_model_there_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, *HERE, *free_flags(), "--no-mdns", "--model", str(tmp_path), "--json")
+    code, out, _ = run(capsys, *HERE, "--only", "model", "--model", str(tmp_path), "--json")
     assert code == 1
     assert "holds no manifest.json" in str(findings(out)["model"]["message"])
 
 
 def test_a_bind_that_is_not_here_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--bind", "203.0.113.7", "--json")
+    code, out, _ = run(capsys, "--bind", "203.0.113.7", *NETWORK, "--json")
     assert code == 1
     assert findings(out)["interface"]["level"] == "fail"
 

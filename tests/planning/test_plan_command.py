@@ -140,6 +140,7 @@ def test_profiles_give_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ((BIG, "--memory", "64"), 2, "--memory '64' is no amount of memory"),
         ((BIG, "--nodes", "0", "--memory", "64GB"), 2, "--nodes is 0"),
         ((BIG, "--device", "GPU", "--backend", "kernels"), 2, "--backend kernels computes on the CPU"),
+        ((BIG, "--device", "NPU"), 2, "--device NPU: what weights take there is not known"),
         ((BIG, "--streams", "99", "--slots", "4"), 2, "--streams is 99: expected 1 to 4"),
         ((BIG, "--slots", "0"), 2, "--slots"),
         ((BIG, "--profile", "/nowhere.json"), 2, "--profile /nowhere.json can not be read"),
