@@ -84,7 +84,11 @@ def _stages(plan: Plan) -> Table:
     timed = plan.stages[0].seconds is not None
     table = Table(box=None, pad_edge=False, title="GiB, by node", title_justify="left")
     titles = ["node", "layers", *map(_short, parts), "caches", "buffers", "reserve", "total", "of"]
-    titles += (["GPU", "of"] if on_gpu else []) + ["lacks", "GB a token"] + (["ms a frame"] if timed else [])
+    titles += (
+        (["GPU", "of"] if on_gpu else [])
+        + ["lacks", "GB a token"]
+        + (["ms a frame", "t/s without"] if timed else [])
+    )
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
     rows = [(stage, _row(stage, parts, on_gpu, timed)) for stage in plan.stages]
@@ -113,7 +117,10 @@ def _row(stage: PlannedStage, parts: Sequence[Part], on_gpu: bool, timed: bool) 
         counts += [need.gpu, machine.gpu or 0]
     cells = [_number(count) for count in (*counts, stage.lack)]
     cells.append(f"{stage.read / 1e9:.2f}")
-    return [*cells, f"{(stage.seconds or 0) * 1e3:.1f}"] if timed else cells
+    if timed:
+        cells.append(f"{(stage.seconds or 0) * 1e3:.1f}")
+        cells.append("-" if stage.without is None else f"{stage.without:.2f}")
+    return cells
 
 
 def _number(count: int) -> str:

@@ -40,6 +40,8 @@ class PlannedStage:
         lack: bytes that it lacks, of all its memory or of the GPU's share, whichever lacks more; 0 if none.
         read: bytes that it reads for one token of a lone stream.
         seconds: for a frame at the planned number of streams; None without measurements.
+        without: tokens a second that the ring would give without this node; None without measurements, and
+            where the rest has no room.
     """
 
     machine: Machine
@@ -48,6 +50,7 @@ class PlannedStage:
     lack: int
     read: int
     seconds: float | None = None
+    without: float | None = None
 
     @property
     def over_gpu(self) -> bool:
@@ -91,7 +94,7 @@ class Plan:
         stages: in ring order.
         problem: why it can not work, in one sentence; empty when it can.
         advice: what else would work, a sentence each.
-        options: what equal PCs hold, by backend; none for unequal ones.
+        options: what equal PCs hold, by backend; none for unequal ones or a split that is given.
         left_out: harmful nodes, with reasons.
         standby: nodes that have nothing to do.
         needed: why the slowest node stays although it slows the ring down; empty when there is no such thing.
@@ -191,7 +194,7 @@ class _Planner:
             left_out=left_out,
             standby=standby,
             needed=self._needed(arrangement) if fits else "",
-            predictions=self._predictions(arrangement) if self.question.measured else (),
+            predictions=self._predictions(arrangement) if fits and self.question.measured else (),
         )
 
     def _arranged(self, places: tuple[Place, ...]) -> Arrangement | None:
@@ -220,8 +223,11 @@ class _Planner:
 
     def _stages(self, arrangement: Arrangement) -> tuple[PlannedStage, ...]:
         seconds: Sequence[float | None] = [None] * len(arrangement.places)
+        without: Sequence[float | None] = seconds
         if self.question.measured:
             seconds = self.search.ring(arrangement).predict(self.question.streams).stages
+            if self.question.split is None:
+                without = self.search.rates_without(arrangement)
         lacks = self._lacks(arrangement)
         return tuple(
             PlannedStage(
@@ -231,9 +237,10 @@ class _Planner:
                 lack=max(lack, 0),
                 read=round(self.reading.stage(layers, 1)),
                 seconds=time,
+                without=rate,
             )
-            for place, layers, lack, time in zip(
-                arrangement.places, arrangement.layers, lacks, seconds, strict=True
+            for place, layers, lack, time, rate in zip(
+                arrangement.places, arrangement.layers, lacks, seconds, without, strict=True
             )
         )
 
@@ -284,7 +291,8 @@ class _Planner:
         """What PCs like these hold, whoever multiplies."""
         question = self.question
         first = question.machines[0]
-        if any(replace(each, name="") != replace(first, name="") for each in question.machines):
+        unequal = any(replace(each, name="") != replace(first, name="") for each in question.machines)
+        if unequal or question.split is not None:
             return ()
         found: list[Option] = []
         for backend, gpu, lean in _WAYS:

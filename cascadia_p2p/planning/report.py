@@ -92,6 +92,7 @@ def _stage(stage: PlannedStage) -> JsonValue:
         "lack": stage.lack,
         "read": stage.read,
         "frame_s": stage.seconds,
+        "tokens_s_without": stage.without,
     }
 
 

@@ -168,6 +168,16 @@ class Search:
             arrangement, rate = smaller, after
         return arrangement, tuple(left)
 
+    def rates_without(self, arrangement: Arrangement) -> tuple[float | None, ...]:
+        """Tokens a second if each place in turn were left out; None where the rest has no room."""
+        if len(arrangement.places) < 2:
+            return (None,) * len(arrangement.places)
+        rates: dict[object, float | None] = {}
+        for place in _different(arrangement.places):
+            rest = self._without(arrangement, place)
+            rates[_kind(place)] = None if rest is None else self.rate(rest, self._streams)
+        return tuple(rates[_kind(place)] for place in arrangement.places)
+
     def missing_without(self, arrangement: Arrangement, place: Place) -> int:
         """Bytes that the node with the least room would lack if this place were left out; 0 when none."""
         rest = [each for each in arrangement.places if each is not place]
@@ -252,7 +262,12 @@ def _different(places: Sequence[Place]) -> list[Place]:
     """One of each kind of place."""
     kinds: dict[object, Place] = {}
     for place in places:
-        machine = place.machine
-        node: MeasuredNode | None = None if place.times is None else place.times.node.named("any")
-        kinds.setdefault((machine.shown, machine.usable, machine.gpu, node), place)
+        kinds.setdefault(_kind(place), place)
     return list(kinds.values())
+
+
+def _kind(place: Place) -> tuple[int, int, int | None, MeasuredNode | None]:
+    """Equal for places that differ in nothing but their names."""
+    machine = place.machine
+    node = None if place.times is None else place.times.node.named("any")
+    return machine.shown, machine.usable, machine.gpu, node

@@ -165,6 +165,19 @@ def test_a_harmful_pc_that_is_needed_stays_and_the_need_is_said() -> None:
     )
 
 
+def test_pri_02_the_rate_without_each_node_is_told() -> None:
+    nodes = [node("a", 100e9), node("b", 100e9), node("c", 60e9)]
+    plan = make_plan(question(nodes, streams=16))
+    assert len(plan.stages) == 3
+    for stage in plan.stages:
+        rest = [each for each in nodes if each.name != stage.machine.name]
+        assert stage.without == pytest.approx(rate(make_plan(question(rest, streams=16))), rel=0.02)
+        assert stage.without < rate(plan)
+    # Two have no room for all.
+    crowded = make_plan(question(nodes, streams=16, room_gib=60))
+    assert [stage.without for stage in crowded.stages] == [None] * 3
+
+
 def test_equal_pcs_on_a_good_network_are_all_kept() -> None:
     plan = make_plan(question([node(f"pc {n}", 100e9) for n in range(4)], streams=32))
     assert not plan.left_out
