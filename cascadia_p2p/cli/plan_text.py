@@ -14,7 +14,7 @@ from cascadia_p2p.planning.plan import Option, Plan, PlannedStage
 from cascadia_p2p.shards.encodings import Encoding
 from cascadia_p2p.shards.split import spell_split
 
-_WIDTH = 160
+_WIDTH = 180
 """Columns of a table, at most; one that is too wide for the terminal is still better whole."""
 
 

@@ -71,7 +71,7 @@ async def examine(
     if Group.NETWORK in groups:
         async for finding in _network(config, host):
             yield finding
-    if Group.MODEL in groups and config.model is not None:
+    if Group.MODEL in groups:
         work = partial(check_model, config, contents=contents, progress=progress)
         for finding in await asyncio.to_thread(lambda: list(work())):
             yield finding

@@ -10,7 +10,7 @@ from cascadia_p2p.config import Config, find_model
 from cascadia_p2p.doctor.finding import Finding, Level
 from cascadia_p2p.doctor.memory import check_need
 from cascadia_p2p.engine.memory import available_memory
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.planning.machine import gb
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress, held_shards
@@ -20,15 +20,26 @@ from cascadia_p2p.types import Promise
 def check_model(
     config: Config, *, contents: bool, progress: Callable[[VerifyProgress], None] | None = None
 ) -> Iterator[Finding]:
-    """The configured model's shards here, one after another.
+    """The model's shards here, one after another.
 
     Args:
-        config: names the model, perhaps the shard, and what would be promised.
+        config: names the model, perhaps the shard, and what would be promised. A model that it does not name
+            is looked for where `join` would, and then only its files' sizes are compared.
         contents: read every file and compare it with its checksum, unless that was done before.
         progress: told while files are read.
     """
     try:
         directory = find_model(config)
+    except UsageError as error:
+        if config.model is None:
+            yield Finding(
+                "model", Level.OK, "no model is named (--model DIR) or found here: none was examined"
+            )
+        else:
+            yield _failed("model", error)
+        return
+    contents = contents and config.model is not None
+    try:
         manifest = Manifest.load(directory)
         held = held_shards(directory)
     except CascadiaError as error:
