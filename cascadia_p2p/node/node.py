@@ -149,6 +149,9 @@ class Node:
     def status(self) -> StatusBody:
         """What `status` shows: the machine's view, and what this node counted itself."""
         body: StatusBody = dict(self._machine.snapshot(time.monotonic()))
+        dropped = body["dropped"]
+        if isinstance(dropped, dict):
+            body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["data_thread"] = self._worker.report()

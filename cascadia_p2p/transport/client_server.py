@@ -166,7 +166,7 @@ class ClientServer:
 
 
 def _descriptor(part: zmq.Frame) -> int | None:
-    """The descriptor that a part came over; None for one that came by the oldest protocol, which noise can be."""
+    """The descriptor that a part came over; None by the oldest protocol, which noise can look like."""
     try:
         return int(part.get(zmq.SRCFD))
     except zmq.ZMQError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -132,3 +133,16 @@ def test_a_bind_that_is_not_here_fails(capsys: pytest.CaptureFixture[str]) -> No
 def test_rpc_15_doctor_takes_the_flags_of_join() -> None:
     assert set(join.FLAGS) - set(doctor.FLAGS) == {"precision", "queue"}
     assert set(doctor.FLAGS) <= set(join.FLAGS)
+
+
+def test_every_line_is_explained_in_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    names: set[str] = set()
+    for path in (root / "cascadia_p2p" / "doctor").glob("*.py"):
+        names |= set(re.findall(r'(?:Finding|_failed)\(\s*"([a-z_]+)"', path.read_text(encoding="utf-8")))
+    table = (root / "docs" / "doctor.md").read_text(encoding="utf-8").partition("| line | what |")[2]
+    explained = {
+        name for row in table.splitlines() for name in row.split("|")[1:2] for name in name.split(", ")
+    }
+    assert len(names) > 20
+    assert names <= {name.strip() for name in explained}
