@@ -419,9 +419,10 @@ def test_pri_12_a_disturbance_leaves_the_median_alone() -> None:
 def test_this_machines_memory_is_measured_in_the_time_given() -> None:
     start = time.perf_counter()
     found = measure_bandwidth(1, seconds=0.05, size=64 * 2**20)
-    assert time.perf_counter() - start < 10
+    assert time.perf_counter() - start < 30
     assert found.samples >= 5
-    assert 5e8 < found.lowest <= found.rate <= found.highest < 2e12
+    assert 0 < found.lowest <= found.rate <= found.highest
+    assert 1e8 < found.rate < 2e12
 
 
 @pytest.mark.parametrize(
