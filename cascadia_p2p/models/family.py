@@ -25,6 +25,22 @@ class SourceModel:
     layout: ModelLayout
 
 
+def read_config(
+    config: Mapping[str, object], generation_config: Mapping[str, object] | None
+) -> tuple[str, ModelConfig]:
+    """The family and the config that a checkpoint's `config.json` describes.
+
+    Raises:
+        CheckpointError: no family of ours, or an impossible config.
+    """
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(
+            f"config.json has model_type {model_type!r}: expected one of {', '.join(MODEL_TYPES)}"
+        )
+    return "inkling", InklingConfig.from_json(config, generation_config)
+
+
 def read_source(
     config: Mapping[str, object], generation_config: Mapping[str, object] | None, names: Collection[str]
 ) -> SourceModel:
@@ -33,13 +49,8 @@ def read_source(
     Raises:
         CheckpointError: no family of ours, an impossible config, or tensors that are missing.
     """
-    model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise CheckpointError(
-            f"config.json has model_type {model_type!r}: expected one of {', '.join(MODEL_TYPES)}"
-        )
-    read = InklingConfig.from_json(config, generation_config)
-    return SourceModel("inkling", read, inkling_names.layout(read, names))
+    family, read = read_config(config, generation_config)
+    return SourceModel(family, read, inkling_names.layout(read, names))
 
 
 def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:
