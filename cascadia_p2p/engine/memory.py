@@ -8,7 +8,7 @@ from typing import Final
 
 import psutil
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.types import Promise
 

@@ -9,10 +9,11 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.engine.model import StagePlan
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
-from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
+from cascadia_p2p.models.stages import stage_maker
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
 from cascadia_p2p.types import Promise
@@ -90,13 +91,14 @@ class Ring:
     ) -> None:
         source = weights or sample_weights(recipe)
         ends = np.cumsum(split).tolist()
+        maker = stage_maker(recipe.config())
         self.stages = [
             Stage(
-                InklingStageModel(
-                    recipe.config(),
+                maker.build(
                     StagePlan(range(end - count, end), promise, rewind),
                     source,
                     OpenVINOBackend("CPU", threads, promise.rows),
+                    None,
                 ),
                 promise,
                 rewind,

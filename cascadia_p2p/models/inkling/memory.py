@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.memory import MemoryNeed
 from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.models.inkling.config import InklingConfig
