@@ -10,6 +10,8 @@ from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.memory import MemoryNeed
 from cascadia_p2p.engine.model import PartLoaded, StageModel, StagePlan, TensorSource
 from cascadia_p2p.models.family import ModelConfig
+from cascadia_p2p.models.inkling.config import InklingConfig
+from cascadia_p2p.models.llama.config import LlamaConfig
 from cascadia_p2p.types import Promise
 
 
@@ -31,7 +33,14 @@ class StageMaker:
 def stage_maker(config: ModelConfig) -> StageMaker:
     """What makes stages of the model that has this config, by its family."""
     # A family is imported when it is needed, because every kernel that is imported is compiled.
-    from cascadia_p2p.models.inkling.memory import memory_need
-    from cascadia_p2p.models.inkling.model import InklingStageModel
+    match config:
+        case InklingConfig():
+            from cascadia_p2p.models.inkling import memory as inkling_memory
+            from cascadia_p2p.models.inkling.model import InklingStageModel
 
-    return StageMaker(partial(memory_need, config), partial(InklingStageModel, config))
+            return StageMaker(partial(inkling_memory.memory_need, config), partial(InklingStageModel, config))
+        case LlamaConfig():
+            from cascadia_p2p.models.llama import memory as llama_memory
+            from cascadia_p2p.models.llama.model import LlamaStageModel
+
+            return StageMaker(partial(llama_memory.memory_need, config), partial(LlamaStageModel, config))
