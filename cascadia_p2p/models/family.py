@@ -18,7 +18,7 @@ from cascadia_p2p.models.llama.config import LlamaConfig
 FAMILIES = ("inkling", "llama")
 
 ModelConfig: TypeAlias = InklingConfig | LlamaConfig
-"""The config of any family. All have `layers`, `hidden`, `context`, `vocab_valid`, `eos_ids` and `to_json`."""
+"""The config of any family; all have layers, hidden, context, vocab_valid, eos_ids and to_json."""
 
 
 @dataclass(frozen=True, slots=True)

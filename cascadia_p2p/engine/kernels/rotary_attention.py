@@ -110,8 +110,8 @@ def _attend_turned(
 
 @twin_kernels(
     "(float32[:,::1], float32[:,::1], float32[:,::1], float32[::1], float32[::1], float32[::1], "
-    "float32[::1], float32[::1], float64, float32[:,:,:,::1], float32[:,:,:,::1], int32[:,::1], int64, float64, "
-    "float32[:,::1], float32[:,::1], int32[::1], int32[::1], float32[:,::1])"
+    "float32[::1], float32[::1], float64, float32[:,:,:,::1], float32[:,:,:,::1], int32[:,::1], "
+    "int64, float64, float32[:,::1], float32[:,::1], int32[::1], int32[::1], float32[:,::1])"
 )
 def _rotary_attention(
     q: F32,

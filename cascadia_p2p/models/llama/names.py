@@ -80,23 +80,30 @@ GGUF = Spelling(
 )
 
 
-def layout(
-    config: LlamaConfig, names: Collection[str], spelling: Spelling = TRANSFORMERS, *, paired: bool = False
+def plan_tensors(
+    config: LlamaConfig, spelling: Spelling = TRANSFORMERS, *, paired: bool = False
 ) -> ModelLayout:
-    """Say which tensors the model has and where the checkpoint with these tensor names keeps each.
+    """Say which tensors the model has and how a checkpoint in this spelling keeps each.
 
     Args:
         config: of the model.
-        names: of all tensors in the checkpoint.
-        spelling: of these names.
+        spelling: of the names.
         paired: whether query and key rows stand in pairs within each head, as in GGUF's `llama`.
+    """
+    naming = _Naming(config, spelling, paired)
+    layers = tuple(naming.layer(number) for number in range(config.layers))
+    return ModelLayout(naming.embed(), layers, naming.head())
+
+
+def layout(
+    config: LlamaConfig, names: Collection[str], spelling: Spelling = TRANSFORMERS, *, paired: bool = False
+) -> ModelLayout:
+    """The same for a checkpoint with these tensor names.
 
     Raises:
         CheckpointError: tensors are missing, or there are some that would change the result.
     """
-    naming = _Naming(config, spelling, paired)
-    layers = tuple(naming.layer(number) for number in range(config.layers))
-    plans = ModelLayout(naming.embed(), layers, naming.head())
+    plans = plan_tensors(config, spelling, paired=paired)
     needed, present = {plan.source for plan in plans.tensors()}, set(names)
     if missing := needed - present:
         raise CheckpointError(
