@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final, Self
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from cascadia_p2p.discovery.lookup import find_head, find_head_sync
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, WireError
@@ -27,7 +27,7 @@ from cascadia_p2p.wire.client import (
     StatusRequest,
     decode_reply,
 )
-from cascadia_p2p.wire.model import Message, encode
+from cascadia_p2p.wire.model import Message, encode, explain
 
 __all__ = ["AsyncClient", "Client", "GenerateReply"]
 
@@ -40,7 +40,6 @@ CONNECT_S: Final = 3.0
 def _request(
     prompt: str | Sequence[int], max_tokens: int, stop_token_ids: Sequence[int], ignore_eos: bool
 ) -> GenerateRequest:
-    text = isinstance(prompt, str)
     try:
         return GenerateRequest(
             prompt=prompt if isinstance(prompt, str) else None,
@@ -49,9 +48,8 @@ def _request(
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
         )
-    except ValueError as error:
-        what = "prompt, max_tokens or stop_token_ids" if text else "token ids, max_tokens or stop_token_ids"
-        raise RequestError(ErrorCode.BAD_REQUEST, f"{what} can not be sent: {error}") from None
+    except ValidationError as error:
+        raise RequestError(ErrorCode.BAD_REQUEST, f"this can not be sent: {explain(error)}") from None
 
 
 def _answer(data: bytes) -> GenerateReply:

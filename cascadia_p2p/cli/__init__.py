@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser(arguments).parse_args(arguments)
         code: int = importlib.import_module(f"cascadia_p2p.cli.{args.command}").run(args)
+        # What is only written while the interpreter shuts down can not fail in words.
+        sys.stdout.flush()
     except CascadiaError as error:
         print(f"cascadia-p2p: {error}", file=sys.stderr)
         return error.exit_code

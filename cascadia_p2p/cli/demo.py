@@ -31,6 +31,9 @@ TOLD = {
 }
 """Events of the nodes that the demo passes on."""
 
+HIDDEN = {"own_stall"}
+"""A warning that only says how busy a machine is that runs all nodes at once."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
@@ -87,7 +90,8 @@ def _start(ring: LocalRing, nodes: int, console: Console, *, verbose: bool) -> s
                 console.print(
                     f"{time.monotonic() - started:6.1f} s  every node has met the {nodes - 1} others"
                 )
-        if verbose or event.event in TOLD or event.fields.get("level") in ("warning", "error"):
+        alarming = event.fields.get("level") in ("warning", "error") and event.event not in HIDDEN
+        if verbose or alarming or event.event in TOLD:
             _show(event, time.monotonic() - started, console)
         if event.event == "clients_served":
             endpoint = str(event.fields["endpoint"])

@@ -36,6 +36,10 @@ FLAGS = (
 )
 
 INTERRUPTED = 130
+
+SWITCH_S = 0.0003
+"""How long the event loop may keep the data thread from a frame that has arrived, in seconds."""
+
 INTERRUPT = "it was asked to stop (Ctrl-C)"
 
 
@@ -49,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the node; 0 when its starter ended it, 130 after Ctrl-C."""
     config = load_config(flags_of(args), file=args.config)
     configure_logs(config.log_format, config.log_level)
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_live(config, args.while_stdin_open))
 

@@ -79,6 +79,7 @@ class Discovery:
         self._moved = moved
         self._alone_s = alone_s
         self._started = time.monotonic()
+        self._accompanied = False
         self._peers = StaticPeers(peers, self._offer_peer)
         self._mdns = Mdns([address], fleet, instance, self._offer_found) if mdns else None
         self._pending: dict[tuple[Endpoint, Instance | None], Candidate] = {}
@@ -132,6 +133,10 @@ class Discovery:
         self._reached.add(_key(candidate))
         if candidate.peer is not None:
             self._peers.reached(candidate.peer)
+
+    def accompanied(self, others: bool) -> None:
+        """Whether this node knows others of its fleet now, whoever found whom."""
+        self._accompanied = others
 
     def lost(self, candidate: Candidate) -> None:
         """The connection is gone: offer it again."""
@@ -197,7 +202,8 @@ class Discovery:
         told = False
         while True:
             await asyncio.sleep(min(1.0, self._alone_s / 4))
-            if self._reached or (self._mdns is not None and self._mdns.known):
+            found = self._accompanied or self._reached or (self._mdns is not None and self._mdns.known)
+            if found:
                 since, told = time.monotonic(), False
             elif not told and time.monotonic() - since >= self._alone_s:
                 told = True

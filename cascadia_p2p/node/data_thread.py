@@ -33,6 +33,10 @@ from cascadia_p2p.wire.frames import (
 SEND_WAIT_MS: Final = 20
 PROBE_WAIT_MS: Final = 50
 
+# Reading a member off its class is a function call in Python 3.11; every frame needs these.
+_PROBE: Final = FrameKind.PROBE
+_TOKENS: Final = FrameKind.TOKENS
+
 _log = structlog.get_logger()
 
 
@@ -58,6 +62,7 @@ class DataThread:
         self._reports = reports
         self._commands: deque[Callable[[], None]] = deque()
         self._interrupts: deque[Callable[[], bool]] = deque()
+        self._after: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._seat: Seat | None = None
         self._sender: FrameSender | None = None
@@ -96,6 +101,14 @@ class DataThread:
         """Run a function in the thread, between frames; what it raises is logged."""
         self._command(lambda: self._call(function))
 
+    def after(self, function: Callable[[], None]) -> None:
+        """Run a function as soon as no frame waits to be started; from within the thread only.
+
+        For what wakes another thread: that thread then takes the interpreter while a frame is on its way, and
+        not before.
+        """
+        self._after.append(function)
+
     def stop(self) -> None:
         """End the thread soon, whatever it does; `join` waits for it."""
         self._interrupt(self._stop, lambda: True)
@@ -132,6 +145,7 @@ class DataThread:
             _log.exception("data_thread_died", message="the data thread has ended on its own")
             self._reports.died(f"the data thread has ended: {type(error).__name__}: {error}")
         finally:
+            self._run_after()
             self._seat = None
             self.counters.enter(None)
             if self._sender is not None:
@@ -152,6 +166,7 @@ class DataThread:
                 self._take(header)
             elif (plan := self._plan(seat)) is not None:
                 self._start_frame(seat, plan)
+                self._run_after()
             else:
                 self._wait()
         except _AbandonFrame:
@@ -159,6 +174,7 @@ class DataThread:
 
     def _wait(self) -> None:
         """Wait for a frame or a wake."""
+        self._run_after()
         started = time.perf_counter_ns()
         header = self._receiver.recv_header(True)
         self.counters.wait_ns += time.perf_counter_ns() - started
@@ -182,9 +198,9 @@ class DataThread:
             dropped[Drop.EPOCH] += 1
         elif self._broken:
             dropped[Drop.BROKEN] += 1
-        elif frame.kind is FrameKind.PROBE:
+        elif frame.kind is _PROBE:
             self._take_probe(seat, frame)
-        elif (frame.kind is FrameKind.TOKENS) != seat.head:
+        elif (frame.kind is _TOKENS) != seat.head:
             dropped[Drop.PLACE] += 1
         elif self._in_order(frame) and self._receive_rows(frame):
             self._expected += 1
@@ -427,6 +443,10 @@ class DataThread:
             function()
         except Exception:
             _log.exception("data_call_failed", message="a command in the data thread failed")
+
+    def _run_after(self) -> None:
+        while self._after:
+            self._call(self._after.popleft())
 
     def _stop(self) -> None:
         self._stopping = True

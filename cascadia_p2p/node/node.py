@@ -85,8 +85,11 @@ class Node:
         profile = places.profile(config)
         self._profile = profile
         self._machine = RingMachine(profile, time.monotonic(), self._times)
+        # The loop hears of tokens only once the next frame is on its way: waking it earlier delays that frame.
+        deliver = self._from_data_thread(self._deliver)
         self._conductor = HeadConductor(
-            Scheduler(Policy(queue_limit=config.queue)), self._from_data_thread(self._deliver)
+            Scheduler(Policy(queue_limit=config.queue)),
+            lambda updates: self._worker.after(lambda: deliver(updates)),
         )
         self._candidates: dict[Endpoint, Candidate] = {}
         self._worker = Worker(places, config, self._conductor, self._from_data_thread(self._handle), loaded)
@@ -189,6 +192,7 @@ class Node:
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
         self._discovery.expect_more(not self._machine.is_open)
+        self._discovery.accompanied(self._machine.peers > 0)
         announcement = self._announcement()
         if announcement != self._announced:
             self._announced = announcement

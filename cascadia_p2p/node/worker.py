@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Epoch, Promise
 from cascadia_p2p.wire.frames import FrameLimits
 
-JOIN_S = 5.0
+JOIN_S = 30.0
 
 _log = structlog.get_logger()
 
@@ -123,6 +124,9 @@ class Worker:
             )
             tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
             self.loaded = LoadedShard(shard, stage, tokenizer)
+            # What was loaded lives as long as the process: a collection that walks it would stall frames.
+            gc.collect()
+            gc.freeze()
         except _GivenUpError:
             return
         except CascadiaError as error:
@@ -179,6 +183,10 @@ class Worker:
     def call(self, function: Callable[[], None]) -> None:
         """Run a function in the data thread, between frames."""
         self._data.call(function)
+
+    def after(self, function: Callable[[], None]) -> None:
+        """In the data thread: run a function once the frame at hand is sent."""
+        self._data.after(function)
 
     def counters(self) -> events.Counters:
         """What the data thread has done, for the ring machine."""

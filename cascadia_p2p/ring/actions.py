@@ -52,7 +52,8 @@ class Answer:
 class Dial:
     """Dial this control address, unless that is being done already.
 
-    On every connect, this one and each later one, `RingMachine.greeting()` is sent first.
+    On every connect, this one and each later one, `RingMachine.greeting()` is sent first, and again every
+    second until the link gets a Route or is ended.
     """
 
     endpoint: Endpoint
@@ -143,7 +144,7 @@ class CloseRing:
 
 @dataclass(frozen=True, slots=True)
 class PauseAdmission:
-    """Start no new request: a member is suspect."""
+    """Start no new request: a member is suspect. Lasts until ResumeAdmission or CloseRing."""
 
     reason: str
 

@@ -39,8 +39,8 @@ from cascadia_p2p.wire.messages import (
     Welcome,
 )
 
-MAX_COUNTER: Final = 1 << 62
-"""Epoch counters stay below; a report beyond is not believed, so that nobody can use the numbers up."""
+MAX_JUMP: Final = 1 << 32
+"""An epoch counter further ahead than this is not believed, so that nobody can use the numbers up."""
 
 _MAX_USED: Final = 512
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cascadia_p2p.ring.claims import ranked
-from cascadia_p2p.ring.core import MAX_COUNTER, Core
+from cascadia_p2p.ring.core import MAX_JUMP, Core
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.ring.watch import HopWatch
 from cascadia_p2p.types import Epoch, NodeId, Promise
@@ -60,7 +60,7 @@ class Attempt:
 
 def next_epoch(core: Core) -> Epoch:
     """An epoch above all that anybody has reported."""
-    reported = [peer.counter for peer in core.peers if peer.counter < MAX_COUNTER]
+    reported = [peer.counter for peer in core.peers if peer.counter <= core.counter + MAX_JUMP]
     return Epoch(max([core.counter, *reported]) + 1, core.instance)
 
 

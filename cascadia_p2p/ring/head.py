@@ -43,7 +43,6 @@ class Head:
     def __init__(self, core: Core) -> None:
         self._core = core
         self.attempt: Attempt | None = None
-        self.missing: tuple[int, ...] = ()
         self.paused: str | None = None
         self._avoided: dict[NodeId, float] = {}
         self._failures = 0
@@ -62,7 +61,6 @@ class Head:
             return
         self._avoided = {node: until for node, until in self._avoided.items() if until > core.now}
         chosen = plan(core, self._avoided)
-        self.missing = chosen.missing
         if chosen.members is None:
             return
         self._form(chosen.members, chosen.promise.least(core.profile.promise))
@@ -179,7 +177,6 @@ class Head:
             return
         seat.open = True
         attempt.opened_at = attempt.open_at = core.now
-        self.missing = ()
         core.dirty = True
         core.act(OpenRing(seat.epoch, seat.members, seat.promise))
         self._send_open(seat, [member.node for member in seat.others])
@@ -236,14 +233,21 @@ class Head:
                 core.drop(peer, redial=True)
                 self._end(f"{peer.label} has not beaten for {silent:.1f} s", (member.shard,))
                 return True
-            if member.node not in attempt.ready or peer.ring == seat.epoch:
-                attempt.strange_since.pop(member.node, None)
-                continue
-            since = attempt.strange_since.setdefault(member.node, core.now)
-            if core.peers.silence(since, core.now) >= core.times.strange:
+            if self._has_left(peer, seat, attempt):
                 self._end(f"{peer.label} has left epoch {seat.epoch}", (member.shard,))
                 return True
         return False
+
+    def _has_left(self, peer: Peer, seat: Seat, attempt: Attempt) -> bool:
+        """Whether a member says that it is in a newer epoch, or for longer than a State travels in none."""
+        core = self._core
+        if peer.ring is not None and peer.ring.counter > seat.epoch.counter:
+            return True
+        if peer.node not in attempt.ready or peer.ring == seat.epoch:
+            attempt.strange_since.pop(peer.node, None)
+            return False
+        since = attempt.strange_since.setdefault(peer.node, core.now)
+        return core.peers.silence(since, core.now) >= core.times.strange
 
     def _keep_forming(self, seat: Seat, attempt: Attempt) -> None:
         core = self._core
@@ -391,7 +395,6 @@ class Head:
         for member in seat.others:
             core.send(member.node, message)
         self.attempt = None
-        self.missing = missing
         self.paused = None
         core.stand_up(reason, missing)
         stable = attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable

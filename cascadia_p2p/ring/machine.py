@@ -26,7 +26,7 @@ instance, an epoch that is not ours) is counted and dropped.
 
 from __future__ import annotations
 
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.ring import snapshot
 from cascadia_p2p.ring.actions import Action, Answer, Broadcast, Dial, Fatal
 from cascadia_p2p.ring.assigner import Assigner
@@ -116,6 +116,11 @@ class RingMachine:
         return core.take()
 
     @property
+    def peers(self) -> int:
+        """Other nodes of the fleet that this one knows now."""
+        return len(self._core.peers)
+
+    @property
     def is_open(self) -> bool:
         """Whether this node is a stage of an open ring."""
         return self._core.serving
@@ -200,12 +205,13 @@ class RingMachine:
         peer = core.peers.get(message.node, message.instance)
         if peer is None:
             self.ignored += 1
-            if not core.peers.is_buried(message.instance) and message.instance != core.instance:
+            if not core.peers.is_buried(message.instance, core.now) and message.instance != core.instance:
                 self._meeting.greet_unknown(message.node, link)
             return
         core.peers.hear(peer, core.now)
         match message:
             case State():
+                self._meeting.accepted()
                 core.dirty |= peer.update(message, core.now)
             case Assign():
                 self._assigner.on_assign(message)
@@ -225,7 +231,7 @@ class RingMachine:
                 beaten = self._head if core.heads else self._follower
                 beaten.on_beat(message, peer)
             case Bye():
-                core.peers.bury(peer.instance)
+                core.peers.bury(peer.instance, core.now + core.times.departed)
                 core.drop(peer, redial=False)
                 self._on_gone(peer, f"{peer.label} left: {message.reason}")
 
@@ -258,7 +264,8 @@ class RingMachine:
                 core.shard, core.progress = None, 0.0
                 core.set_state(ClaimState.WANTED)
                 core.say("error", "load_failed", f"shard {event.shard} can not be loaded: {event.error}")
-                if not core.holds:
+                # What is wrong with a flag is wrong for every shard.
+                if not core.holds or isinstance(event.error, UsageError):
                     core.act(Fatal(event.error))
 
     # ------------------------------------------------------------------ time

@@ -97,6 +97,7 @@ class Times:
         resend: before FORM or OPEN is repeated.
         probe: between two probe frames; probe_name: before the silent hop is named; probe_limit: before
             giving up.
+        departed: an instance that said goodbye is not listened to for so long.
         strange: a member that says it is in another epoch for so long has left this one.
         reassign: a shard stays without a node for so long before a loaded node is moved to it.
         candidate: the best holder of shard 0 for so long serves clients, with or without a ring.
@@ -129,6 +130,7 @@ class Times:
     probe: float = 0.25
     probe_name: float = 2.0
     probe_limit: float = 6.0
+    departed: float = 10.0
     strange: float = 1.5
     reassign: float = 3.0
     candidate: float = 0.5

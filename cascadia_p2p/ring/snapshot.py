@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
+from cascadia_p2p.ring.claims import Holder, ranked
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.formation import plan
 from cascadia_p2p.ring.head import Head
@@ -15,11 +16,13 @@ Value = JsonValue
 
 
 def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
-    """Everything that `status` shows.
+    """Everything that `status` shows, of the node itself and of every peer that it knows.
 
-    Keys: state (looking, loading, forming, probing, open), epoch, head, fleet, model, shards, stages
-    (members in ring order), nodes (this one first), missing (shards without a live loaded node), waiting_for
-    (why, in words), suspect, paused, admitting, highest_epoch, dropped (counts by reason).
+    Keys: state (looking, loading, standby, forming, probing, open: this node's own), epoch, head, is_head,
+    fleet, model, fingerprint, software, shards, stages (members in ring order, with the counters of their
+    beats where this node hears them), claims (each shard's nodes, the first claim first), nodes (this one
+    first), missing (shards without a live loaded node), waiting_for (why, in words), suspect, paused (why
+    nothing new is started), admitting, highest_epoch, dropped (counts by reason).
     """
     seat = core.seat
     chosen = plan(core)
@@ -42,6 +45,7 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
         "paused": head.paused,
         "promise": _promise(core),
         "stages": [_stage(core, head, index) for index in range(len(seat.members))] if seat else [],
+        "claims": _claims(core),
         "nodes": [
             _own(core),
             *(_peer(core, peer) for peer in sorted(core.peers, key=lambda each: each.node)),
@@ -55,7 +59,9 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
 
 def _state(core: Core, head: Head) -> str:
     if core.seat is None:
-        return "loading" if core.state is ClaimState.LOADING else "looking"
+        if core.state is ClaimState.LOADING:
+            return "loading"
+        return "standby" if core.standby and _epoch_elsewhere(core) is not None else "looking"
     if core.seat.open:
         return "open"
     probing = core.seat.switched if head.attempt is None else head.attempt.probing_since is not None
@@ -84,6 +90,19 @@ def _promise(core: Core) -> Value:
     return {"slots": promise.slots, "context": promise.context, "rows": promise.rows}
 
 
+def _claims(core: Core) -> list[Value]:
+    claimed: dict[int, list[Holder]] = {}
+    for holder in core.holders():
+        if holder.shard is not None:
+            claimed.setdefault(holder.shard, []).append(holder)
+    table: list[Value] = []
+    for shard, group in sorted(claimed.items()):
+        order = ranked(group, core.times.claim_tolerance)
+        first, others = order[0], [each.node for each in order[1:]]
+        table.append({"shard": shard, "node": first.node, "claim": first.state.value, "standbys": [*others]})
+    return table
+
+
 def _stage(core: Core, head: Head, index: int) -> Value:
     seat = core.seat
     if seat is None:
@@ -92,13 +111,20 @@ def _stage(core: Core, head: Head, index: int) -> Value:
     beat: Beat | None = core.beat() if member.node == core.node else None
     if beat is None and head.attempt is not None:
         beat = head.attempt.watch.beat(index)
+    own = member.node == core.node
+    peer = core.peers.get(member.node, member.instance)
+    intro = core.introduction() if own else peer.intro if peer is not None else None
     return {
         "stage": index,
         "node": member.node,
+        "instance": member.instance,
         "name": core.name(member.node),
+        "host": intro.host if intro else None,
+        "software": intro.software if intro else None,
+        "control": str(intro.control) if intro else None,
         "shard": member.shard,
         "data": str(member.data),
-        "ready": member.node == core.node or head.attempt is None or member.node in head.attempt.ready,
+        "ready": own or head.attempt is None or member.node in head.attempt.ready,
         "progress": beat.progress if beat else None,
         "frames_in": beat.frames_in if beat else None,
         "frames_out": beat.frames_out if beat else None,

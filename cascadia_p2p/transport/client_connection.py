@@ -22,8 +22,10 @@ from cascadia_p2p.transport.looping import (
     Signal,
     SocketClosedError,
     parse_event,
+    unwatch,
+    watch,
 )
-from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect
+from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect, uninterrupted
 from cascadia_p2p.types import Endpoint
 
 CONNECT_TIMEOUT_S: Final = 3.0
@@ -31,6 +33,8 @@ HEARTBEAT_MS: Final = 500
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 MAX_REPLY_PART: Final = 1 << 23
 TAG_BYTES: Final = 8
+WAIT_S: Final = 0.2
+"""Longest single wait: a Ctrl-C just before one is noticed only behind it."""
 
 _EVENTS: Final = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -76,36 +80,39 @@ def _late(endpoint: Endpoint, timeout_s: float) -> UnreachableError:
     return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:g} s: ask again")
 
 
-def _reply_of(parts: list[zmq.Frame]) -> tuple[bytes, bytes] | None:
+def _reply_of(parts: list[bytes]) -> tuple[bytes, bytes] | None:
     """Tag and body of a reply, None for another shape."""
-    if len(parts) != 3 or len(parts[1]) or len(parts[0]) != TAG_BYTES:
+    if len(parts) != 3 or parts[1] or len(parts[0]) != TAG_BYTES:
         return None
-    return parts[0].bytes, parts[2].bytes
+    return parts[0], parts[2]
 
 
 class _Line:
-    """One DEALER and the events of its connection, without a loop."""
+    """One DEALER and the events of its connection, without a loop.
+
+    Messages are copied out of ZeroMQ: a Ctrl-C that arrives while one of its frames is freed would be lost.
+    """
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
         self.dealer = _dealer(network)
-        self.monitor = self.dealer.get_monitor_socket(_EVENTS)
+        self.monitor = watch(self.dealer, _EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self.dealer, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
         connect(self.dealer, endpoint)
 
     def wait(self, deadline: float | None) -> bool:
-        """Wait for a message or an event; False when the time is over."""
-        left = None if deadline is None else deadline - time.monotonic()
-        if left is not None and left <= 0:
+        """Wait a little for a message or an event; False when the time is over."""
+        left = WAIT_S if deadline is None else min(WAIT_S, deadline - time.monotonic())
+        if left <= 0:
             return False
-        self._poller.poll(None if left is None else int(left * 1000) + 1)
+        self._poller.poll(int(left * 1000) + 1)
         return True
 
     def event(self) -> zmq.Event | None:
         """The next event, or None."""
         try:
-            return parse_event(self.monitor.recv_multipart(zmq.NOBLOCK, copy=False)).event
+            return parse_event(self.monitor.recv_multipart(zmq.NOBLOCK)).event
         except zmq.Again:
             return None
 
@@ -116,16 +123,16 @@ class _Line:
                 return True
         return False
 
-    def message(self) -> list[zmq.Frame] | None:
+    def message(self) -> list[bytes] | None:
         """The next message, or None."""
         try:
-            return self.dealer.recv_multipart(zmq.NOBLOCK, copy=False)
+            return self.dealer.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     def close(self) -> None:
         """Hang up."""
-        self.dealer.disable_monitor()
+        unwatch(self.dealer)
         self.monitor.close(linger=0)
         self.dealer.close(linger=0)
 
@@ -179,7 +186,8 @@ class ClientConnection:
         if self._line is not None and self._line.lost():
             self._drop()
         if self._line is None:
-            self._line = _Line(self._network, self.endpoint)
+            with uninterrupted():
+                self._line = _Line(self._network, self.endpoint)
             _await_handshake(self._line, self.endpoint, self._connect_timeout_s)
         return self._line
 
@@ -203,9 +211,10 @@ class ClientConnection:
                 raise _late(self.endpoint, timeout_s or 0.0)
 
     def _drop(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
+        with uninterrupted():
+            line, self._line = self._line, None
+            if line is not None:
+                line.close()
 
 
 def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float) -> None:
@@ -254,7 +263,7 @@ class AsyncClientConnection:
     async def close(self) -> None:
         """Hang up; the head cancels what it still does for this connection."""
         if self._line is not None:
-            await self._line.close()
+            self._line.close()
             self._line = None
         self._network.close()
 
@@ -267,14 +276,14 @@ class AsyncClientConnection:
     async def _connected(self) -> _LoopLine:
         """The open line, or a new one."""
         if self._line is not None and self._line.over:
-            await self._line.close()
+            self._line.close()
             self._line = None
         if self._line is None:
             line = _LoopLine(self._network, self.endpoint)
             try:
                 await line.open(self._connect_timeout_s)
             except BaseException:
-                await line.close()
+                line.close()
                 raise
             self._line = line
         return self._line
@@ -332,33 +341,32 @@ class _LoopLine:
             if gave_up and not self._waiting:
                 self.over = True
 
-    async def close(self) -> None:
-        """Hang up; requests that still wait fail."""
+    def close(self) -> None:
+        """Hang up; requests that still wait fail, the reading task ends. Nothing here can be cancelled."""
         self.over = True
         self._signal.close()
-        if self._reader is not None:
-            with contextlib.suppress(SocketClosedError):
-                await self._reader
         self._fail()
         self._monitor.close()
         self._socket.close(0)
 
     async def _read(self) -> None:
-        while True:
-            self._signal.clear()
-            ended = False
-            while (event := self._monitor.take()) is not None:
-                ended = ended or event.event == zmq.Event.DISCONNECTED
-            while (parts := self._socket.take()) is not None:
-                self._deliver(parts)
-            if ended:
-                self.over = True
-                self._fail()
-                return
-            await self._signal.wait()
+        """Hand out replies until the connection ends or is closed."""
+        with contextlib.suppress(SocketClosedError):
+            while True:
+                self._signal.clear()
+                ended = False
+                while (event := self._monitor.take()) is not None:
+                    ended = ended or event.event == zmq.Event.DISCONNECTED
+                while (parts := self._socket.take()) is not None:
+                    self._deliver(parts)
+                if ended:
+                    self.over = True
+                    self._fail()
+                    return
+                await self._signal.wait()
 
     def _deliver(self, parts: list[zmq.Frame]) -> None:
-        reply = _reply_of(parts)
+        reply = _reply_of([part.bytes for part in parts])
         future = self._waiting.pop(reply[0], None) if reply else None
         if reply is None or future is None or future.done():
             self.late += 1

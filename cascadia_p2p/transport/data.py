@@ -23,6 +23,11 @@ HEARTBEAT_MS: Final = 100
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 MAX_HEADER: Final = 1 << 20
 
+# Plain numbers: combining ZeroMQ's flags takes longer than handing over a small message.
+_NOW: Final = int(zmq.NOBLOCK)
+_NOW_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_RCVMORE: Final = int(zmq.RCVMORE)
+
 _serial = itertools.count(1)
 
 
@@ -41,7 +46,7 @@ class DataReceiver:
         self._lock = threading.Lock()
         self._woken = False
         self._closed = False
-        self._more = False
+        self._unread = False
         try:
             self._pull.setsockopt(zmq.RCVTIMEO, WAIT_MS)
             self._endpoint = bind(self._pull, host, port, flag)
@@ -60,30 +65,31 @@ class DataReceiver:
     @property
     def more(self) -> bool:
         """Whether the message has another part."""
-        return self._more
+        return bool(self._pull.getsockopt(_RCVMORE))
 
     def recv_header(self, wait: bool) -> bytearray | None:
         """The next message's first part in memory of its own; see `FrameReceiver.recv_header`."""
-        if self._more:
+        # Looked for only now, when the message before has gone on its way already.
+        if self._unread:
             self._skip()
         try:
-            part = self._pull.recv(0 if wait else zmq.NOBLOCK)
+            part = self._pull.recv(0 if wait else _NOW)
         except zmq.Again:
             return None
+        self._unread = True
         if not part:
-            self._after_wake()
+            with self._lock:
+                self._woken = False
             return None
-        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
         return bytearray(part)
 
     def recv_payload(self, out: npt.NDArray[np.float32]) -> bool:
         """Fill `out` with the second part, without a copy of ours; see `FrameReceiver.recv_payload`."""
-        if not self._more:
-            return False
         # A part larger than the buffer is cut without an error: its true size is what is returned.
-        size = self._pull.recv_into(out.data, flags=zmq.NOBLOCK)
-        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
-        return size == out.nbytes and not self._more
+        try:
+            return self._pull.recv_into(out.data, flags=_NOW) == out.nbytes
+        except zmq.Again:
+            return False
 
     def wake(self) -> None:
         """Make a waiting `recv_header` return; from any thread, before and after `close` too."""
@@ -102,16 +108,10 @@ class DataReceiver:
             self._wake.close(linger=0)
         self._pull.close(linger=0)
 
-    def _after_wake(self) -> None:
-        """Let the next wake through; an empty part from outside does no harm."""
-        self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
-        with self._lock:
-            self._woken = False
-
     def _skip(self) -> None:
-        while self._more:
-            self._pull.recv(zmq.NOBLOCK, copy=False)
-            self._more = bool(self._pull.getsockopt(zmq.RCVMORE))
+        self._unread = False
+        while self.more:
+            self._pull.recv(_NOW, copy=False)
 
 
 class DataSender:
@@ -132,7 +132,7 @@ class DataSender:
             self._push.close(linger=0)
             raise
 
-    def send(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+    def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Hand over one message; False when that would block.
 
         The payload may still be read after this returns, and is kept alive until then: never write to it.
@@ -140,13 +140,14 @@ class DataSender:
         Raises:
             ValueError: the payload is not C-contiguous (it would be sent in memory order).
         """
-        if payload is None:
-            return self._try(header, zmq.NOBLOCK)
-        if not payload.flags.c_contiguous:
+        if payload is not None and not payload.flags.c_contiguous:
             raise ValueError("a payload must be C-contiguous")
-        if not self._try(header, zmq.NOBLOCK | zmq.SNDMORE):
+        try:
+            self._push.send(header, _NOW if payload is None else _NOW_MORE)
+        except zmq.Again:
             return False
-        self._push.send(payload.data, zmq.NOBLOCK, copy=False)
+        if payload is not None:
+            self._push.send(payload.data, _NOW, copy=payload.nbytes < COPY_THRESHOLD)
         return True
 
     def wait(self, timeout_ms: int) -> None:
@@ -156,13 +157,6 @@ class DataSender:
     def close(self) -> None:
         """Disconnect and drop what has not been sent."""
         self._push.close(linger=0)
-
-    def _try(self, part: bytes, flags: int) -> bool:
-        try:
-            self._push.send(part, flags)
-        except zmq.Again:
-            return False
-        return True
 
 
 class DataTransport:

@@ -78,9 +78,9 @@ class FaultySender:
         self._faults = faults
         self._draw = draw
         self._sleep = sleep
-        self._held: tuple[bytes, npt.NDArray[np.float32] | None] | None = None
+        self._held: tuple[bytes | bytearray, npt.NDArray[np.float32] | None] | None = None
 
-    def send(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+    def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Hand over one message, or not, or twice, or behind the next one."""
         counts, faults = self._owner.counts, self._faults
         counts.sent += 1
@@ -111,7 +111,7 @@ class FaultySender:
         """As the wrapped sender; a held message is lost."""
         self._inner.close()
 
-    def _pass(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+    def _pass(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Send a message and, behind it, the one that was held back."""
         if not self._inner.send(header, payload):
             return False

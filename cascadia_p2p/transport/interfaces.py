@@ -27,7 +27,10 @@ class FrameReceiver(Protocol):
         ...
 
     def recv_payload(self, out: npt.NDArray[np.float32]) -> bool:
-        """Fill `out` with the second part; False when there is none, another size, or a third part."""
+        """Fill `out` with the second part; False when it has another size, or when there is none.
+
+        To be called only when there should be one: without it, a message behind this one may be lost.
+        """
         ...
 
     @property
@@ -47,7 +50,7 @@ class FrameReceiver(Protocol):
 class FrameSender(Protocol):
     """Where frames leave to one successor, in order. One thread uses it."""
 
-    def send(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+    def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Hand over one message; False when that would block. Never write to the payload afterwards."""
         ...
 

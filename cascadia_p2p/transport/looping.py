@@ -7,6 +7,7 @@ received before the task that takes it runs, so there is nothing to lose.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -14,9 +15,11 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, UsageError
 
 MAX_PARTS: Final = 16
+
+_serial = itertools.count(1)
 
 
 class SocketClosedError(CascadiaError):
@@ -80,7 +83,12 @@ class LoopSocket:
         self._signal = signal
         self._loop = asyncio.get_running_loop()
         self._descriptor = made.fileno()
-        self._loop.add_reader(self._descriptor, signal.set)
+        try:
+            self._loop.add_reader(self._descriptor, signal.set)
+        except NotImplementedError:
+            raise UsageError(
+                "this event loop can not watch sockets: on Windows use asyncio.SelectorEventLoop"
+            ) from None
 
     def take(self, max_parts: int = MAX_PARTS) -> list[zmq.Frame] | None:
         """The parts of the next message, None when there is none.
@@ -136,21 +144,40 @@ class Monitor:
 
     def __init__(self, watched: zmq.Socket[bytes], events: int, signal: Signal) -> None:
         self._watched = watched
-        self._pair = LoopSocket(watched.get_monitor_socket(events), signal)
+        self._pair = LoopSocket(watch(watched, events), signal)
 
     def take(self) -> SocketEvent | None:
         """The next event, or None."""
         parts = self._pair.take()
-        return None if parts is None else parse_event(parts)
+        return None if parts is None else parse_event([part.bytes for part in parts])
 
     def close(self) -> None:
         """Stop watching; to be called before the watched socket is closed."""
+        unwatch(self._watched)
         self._pair.close(0)
-        if not self._watched.closed:
-            self._watched.disable_monitor()
 
 
-def parse_event(parts: list[zmq.Frame]) -> SocketEvent:
+def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """A socket that receives the events of another's connections.
+
+    ZeroMQ's own thread delivers them and waits when they are not taken, hence no bound on their number.
+    """
+    name = f"inproc://events-{next(_serial)}"
+    watched.monitor(name, events)
+    pair: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+    pair.setsockopt(zmq.LINGER, 0)
+    pair.setsockopt(zmq.RCVHWM, 0)
+    pair.connect(name)
+    return pair
+
+
+def unwatch(watched: zmq.Socket[bytes]) -> None:
+    """End the events of a socket; before their receiver is closed, for whom ZeroMQ's thread would wait."""
+    if not watched.closed:
+        watched.disable_monitor()
+
+
+def parse_event(parts: list[bytes]) -> SocketEvent:
     """The event in a monitor's message."""
-    message = parse_monitor_message([part.bytes for part in parts])
+    message = parse_monitor_message(parts)
     return SocketEvent(zmq.Event(message["event"]), int(message["value"]))

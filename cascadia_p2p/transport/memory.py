@@ -134,14 +134,14 @@ class MemorySender:
         self._endpoint = endpoint
         self._closed = threading.Event()
 
-    def send(self, header: bytes, payload: npt.NDArray[np.float32] | None) -> bool:
+    def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Hand over a copy of one message; False when nobody is bound there or its queue is full."""
         if payload is not None and not payload.flags.c_contiguous:
             raise ValueError("a payload must be C-contiguous")
         receiver = self._transport.find(self._endpoint)
         if receiver is None or self._closed.is_set():
             return False
-        return receiver.put(header, None if payload is None else payload.tobytes())
+        return receiver.put(bytes(header), None if payload is None else payload.tobytes())
 
     def wait(self, timeout_ms: int) -> None:
         """Let a little time pass, at most the timeout."""

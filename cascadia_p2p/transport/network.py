@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from typing import Final
 
 import psutil
@@ -60,15 +63,41 @@ class Network:
 
     def close(self) -> None:
         """Close whatever is still open, then the context; a second call does nothing."""
-        if not self.context.closed:
-            self.context.destroy(linger=0)
-            self._sockets.clear()
+        with uninterrupted():
+            if not self.context.closed:
+                self.context.destroy(linger=0)
+                self._sockets.clear()
 
     def __enter__(self) -> Network:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is over, in the main thread, which alone is interrupted.
+
+    A socket that is lost between its making and its first reference keeps the context from closing for ever.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
 
 
 def bind(made: zmq.Socket[bytes], host: str, port: int, flag: str, address_flag: str = "--bind") -> Endpoint:

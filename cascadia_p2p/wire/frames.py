@@ -27,6 +27,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag, StrEnum
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -147,6 +148,11 @@ _OPERATION = struct.Struct("<QIIH6x")
 _RECORD = struct.Struct("<QIIifHH4x")
 _KNOWN_FLAGS: Final = int(SegmentFlag.WANT_TOKEN)
 _LAST_ERROR: Final = int(max(SegmentError))
+# Reading a member off its class is a function call in Python 3.11; every frame needs these.
+_ACTIVATIONS: Final = FrameKind.ACTIVATIONS
+_PROBE: Final = FrameKind.PROBE
+_LAST_KIND: Final = int(max(OperationKind))
+_REWIND: Final = int(OperationKind.REWIND)
 
 
 def segment_table(count: int = 0) -> Table:
@@ -214,12 +220,14 @@ class Frame:
     operations: Table = field(default_factory=operation_table)
     records: Table = field(default_factory=record_table)
     payload: Rows | None = None
+    checked_rows: int | None = None
+    """The row count, when the decoder has compared it with the segments."""
 
     @property
     def rows(self) -> int:
         """Rows that the segments speak of, which is the payload's row count."""
-        if not len(self.segments):
-            return 0
+        if self.checked_rows is not None:
+            return self.checked_rows
         return sum(self.segments["rows"].tolist())
 
 
@@ -232,7 +240,7 @@ def encode_header(frame: Frame) -> bytes:
     segments, operations, records = frame.segments, frame.operations, frame.records
     if segments.dtype != SEGMENT or operations.dtype != OPERATION or records.dtype != RECORD:
         raise ValueError("a frame's tables must have the dtypes SEGMENT, OPERATION and RECORD")
-    activations = frame.kind == FrameKind.ACTIVATIONS
+    activations = frame.kind is _ACTIVATIONS
     try:
         head = HEADER.pack(
             MAGIC,
@@ -251,7 +259,7 @@ def encode_header(frame: Frame) -> bytes:
         )
     except struct.error as error:
         raise ValueError(f"a frame's field does not fit the header: {error}") from error
-    return b"".join((head, segments.tobytes(), operations.tobytes(), records.tobytes()))
+    return head + b"".join([table.tobytes() for table in (segments, operations, records) if len(table)])
 
 
 def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
@@ -268,50 +276,35 @@ def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
         raise FrameError(
             FrameFault.LENGTH, f"a frame header has {size} bytes: expected {HEADER.size} or more"
         )
-    (
-        magic,
-        version,
-        code,
-        counter,
-        head,
-        number,
-        rows,
-        hidden,
-        n_segments,
-        n_operations,
-        n_records,
-        dtype,
-        reserved,
-    ) = HEADER.unpack_from(buffer)
-    if magic != MAGIC:
-        raise FrameError(FrameFault.FOREIGN, "the bytes are not a data frame: the first four are not 'CP2P'")
-    if version != PROTOCOL:
-        raise FrameError(
-            FrameFault.VERSION,
-            f"the frame speaks protocol {version}, this node {PROTOCOL}: update the older node",
-        )
+    fields = HEADER.unpack_from(buffer)
+    _, _, code, counter, head, number, rows, hidden, n_segments, n_operations, n_records, dtype, _ = fields
     kind = _KINDS.get(code)
-    if kind is None or reserved:
-        raise FrameError(
-            FrameFault.KIND, f"the frame has kind {code} (reserved {reserved}), unknown to protocol {version}"
-        )
-    _check_counts(limits, rows, n_segments, n_operations, n_records)
-    tables = HEADER.size + n_segments * SEGMENT.itemsize
-    records_at = tables + n_operations * OPERATION.itemsize
+    if kind is None or fields[0] != MAGIC or fields[1] != PROTOCOL or fields[12]:
+        raise _foreign(fields)
+    if (
+        rows > limits.rows
+        or n_segments > limits.segments
+        or n_operations > limits.operations
+        or n_records > limits.records
+    ):
+        raise _beyond(limits, fields)
+    operations_at = HEADER.size + n_segments * SEGMENT.itemsize
+    records_at = operations_at + n_operations * OPERATION.itemsize
     if size != records_at + n_records * RECORD.itemsize:
         raise FrameError(FrameFault.LENGTH, f"the frame header has {size} bytes, which its counts contradict")
-    _check_form(kind, limits, rows, hidden, dtype, n_segments + n_operations, n_records)
-    frame = Frame(
-        kind,
-        Epoch(counter, Instance(f"{head:016x}")),
-        number,
-        hidden,
-        np.frombuffer(buffer, SEGMENT, n_segments, HEADER.size) if n_segments else _NO_SEGMENTS,
-        np.frombuffer(buffer, OPERATION, n_operations, tables) if n_operations else _NO_OPERATIONS,
-        np.frombuffer(buffer, RECORD, n_records, records_at) if n_records else _NO_RECORDS,
-    )
-    _check_tables(memoryview(buffer), tables, records_at, rows)
-    return frame
+    if kind is not _ACTIVATIONS or hidden != limits.hidden or dtype != FLOAT32 or n_records:
+        _check_form(kind, limits, fields)
+    segments, operations, records = _NO_SEGMENTS, _NO_OPERATIONS, _NO_RECORDS
+    if n_segments or rows:
+        _check_segments(buffer, operations_at, rows)
+        segments = np.frombuffer(buffer, SEGMENT, n_segments, HEADER.size)
+    if n_operations:
+        _check_operations(buffer, operations_at, records_at)
+        operations = np.frombuffer(buffer, OPERATION, n_operations, operations_at)
+    if n_records:
+        _check_records(buffer, records_at, size)
+        records = np.frombuffer(buffer, RECORD, n_records, records_at)
+    return Frame(kind, _epoch(counter, head), number, hidden, segments, operations, records, None, rows)
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
@@ -319,27 +312,43 @@ _NO_SEGMENTS: Final = segment_table()
 _NO_OPERATIONS: Final = operation_table()
 _NO_RECORDS: Final = record_table()
 
+_Fields: TypeAlias = tuple[bytes, int, int, int, int, int, int, int, int, int, int, int, int]
 
-def _check_counts(limits: FrameLimits, rows: int, segments: int, operations: int, records: int) -> None:
-    """Refuse counts beyond the limits."""
-    if (
-        rows > limits.rows
-        or segments > limits.segments
-        or operations > limits.operations
-        or records > limits.records
-    ):
-        raise FrameError(
-            FrameFault.LIMIT,
-            f"the frame claims {rows} rows, {segments} segments, {operations} operations, {records} records: "
-            f"at most {limits.rows}, {limits.segments}, {limits.operations}, {limits.records} are taken here",
+
+@lru_cache(maxsize=64)
+def _epoch(counter: int, head: int) -> Epoch:
+    return Epoch(counter, Instance(f"{head:016x}"))
+
+
+def _foreign(fields: _Fields) -> FrameError:
+    """Why the first fields are not those of a frame of this protocol."""
+    magic, version, code, reserved = fields[0], fields[1], fields[2], fields[12]
+    if magic != MAGIC:
+        return FrameError(FrameFault.FOREIGN, "the bytes are not a data frame: the first four are not 'CP2P'")
+    if version != PROTOCOL:
+        return FrameError(
+            FrameFault.VERSION,
+            f"the frame speaks protocol {version}, this node {PROTOCOL}: update the older node",
         )
+    return FrameError(
+        FrameFault.KIND, f"the frame has kind {code} (reserved {reserved}), unknown to protocol {version}"
+    )
 
 
-def _check_form(
-    kind: FrameKind, limits: FrameLimits, rows: int, hidden: int, dtype: int, down: int, records: int
-) -> None:
+def _beyond(limits: FrameLimits, fields: _Fields) -> FrameError:
+    """Which counts are beyond the limits."""
+    rows, segments, operations, records = fields[6], *fields[8:11]
+    return FrameError(
+        FrameFault.LIMIT,
+        f"the frame claims {rows} rows, {segments} segments, {operations} operations, {records} records: "
+        f"at most {limits.rows}, {limits.segments}, {limits.operations}, {limits.records} are taken here",
+    )
+
+
+def _check_form(kind: FrameKind, limits: FrameLimits, fields: _Fields) -> None:
     """Refuse a header whose fields do not suit its kind."""
-    if kind is FrameKind.ACTIVATIONS:
+    rows, hidden, segments, operations, records, dtype = fields[6:12]
+    if kind is _ACTIVATIONS:
         if hidden != limits.hidden:
             raise FrameError(
                 FrameFault.HIDDEN, f"the frame has rows of {hidden} values: expected {limits.hidden}"
@@ -350,15 +359,15 @@ def _check_form(
             )
         if records:
             raise FrameError(FrameFault.FORM, "an activation frame carries token records")
-        return
-    if rows or hidden or dtype or down or (records and kind is FrameKind.PROBE):
+    elif rows or hidden or dtype or segments or operations or (records and kind is _PROBE):
         raise FrameError(FrameFault.FORM, f"a {kind.name.lower()} frame carries what its kind does not have")
 
 
-def _check_tables(view: memoryview, operations_at: int, records_at: int, rows: int) -> None:
-    """Refuse table entries with unknown codes, or segments that contradict the row count."""
+def _check_segments(buffer: Buffer, end: int, rows: int) -> None:
+    """Refuse segments with unknown codes, or that contradict the row count."""
     total = 0
-    for _, _, start, count, flags, error, _ in _SEGMENT.iter_unpack(view[HEADER.size : operations_at]):
+    for at in range(HEADER.size, end, SEGMENT.itemsize):
+        _, _, start, count, flags, error, _ = _SEGMENT.unpack_from(buffer, at)
         if not count or start + count > 0xFFFFFFFF or flags & ~_KNOWN_FLAGS or error > _LAST_ERROR:
             raise FrameError(
                 FrameFault.TABLE,
@@ -367,9 +376,19 @@ def _check_tables(view: memoryview, operations_at: int, records_at: int, rows: i
         total += count
     if total != rows:
         raise FrameError(FrameFault.TABLE, f"the frame claims {rows} rows, its segments {total}")
-    for _, position, _, kind in _OPERATION.iter_unpack(view[operations_at:records_at]):
-        if not 1 <= kind <= OperationKind.RELEASE or (position and kind != OperationKind.REWIND):
+
+
+def _check_operations(buffer: Buffer, at: int, end: int) -> None:
+    """Refuse operations of unknown kinds, or with a position that their kind does not have."""
+    for offset in range(at, end, OPERATION.itemsize):
+        _, position, _, kind = _OPERATION.unpack_from(buffer, offset)
+        if not 1 <= kind <= _LAST_KIND or (position and kind != _REWIND):
             raise FrameError(FrameFault.TABLE, f"an operation has kind {kind} and position {position}")
-    for _, _, _, _, _, status, _ in _RECORD.iter_unpack(view[records_at:]):
+
+
+def _check_records(buffer: Buffer, at: int, end: int) -> None:
+    """Refuse records with an unknown status."""
+    for offset in range(at, end, RECORD.itemsize):
+        status = _RECORD.unpack_from(buffer, offset)[5]
         if status > _LAST_ERROR:
             raise FrameError(FrameFault.TABLE, f"a token record has the unknown status {status}")

@@ -126,7 +126,22 @@ def explain(error: ValidationError, known: tuple[str, ...] = ()) -> str:
             return f"field '{place}' is missing"
         case "value_error":
             return f"field '{place}': {first['msg'].removeprefix('Value error, ')}"
+        case "too_long" | "string_too_long":
+            what = "characters" if isinstance(first["input"], str) else "items"
+            return (
+                f"field '{place}' holds {len(first['input'])} {what}: "
+                f"at most {first.get('ctx', {}).get('max_length')} are taken"
+            )
     expected = first["msg"].removeprefix("Input should be ").removeprefix("Input should ")
     if not place:
         return f"not valid: {first['msg']}"
-    return f"field '{place}' should be {expected}, and is {json_type(first['input'])}"
+    found = str(first["input"])
+    if first["type"] not in _JUDGES_THE_NUMBER or len(found) > 24:
+        found = json_type(first["input"])
+    return f"field '{place}' should be {expected}, and is {found}"
+
+
+_JUDGES_THE_NUMBER: Final = frozenset(
+    {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "int_from_float"}
+)
+"""Faults of a number's value, which is then worth showing."""

@@ -132,7 +132,7 @@ def test_a_vanished_client_is_reported_once_with_its_own_connection() -> None:
         leaves.close()
         assert await server.receive() == ClientGone(calls[b"leaves"].route.connection)
         assert server.connections == 1
-        assert server.reply(calls[b"leaves"].route, b"x") is Delivery.GONE
+        await until(lambda: server.reply(calls[b"leaves"].route, b"x") is Delivery.GONE)
         assert server.reply(calls[b"stays"].route, b"x") is Delivery.SENT
         server.close()
 
@@ -281,7 +281,7 @@ def test_cas_01_nor_on_a_shared_connection(head: Head) -> None:
             assert connection.late <= 1
             assert await connection.request(b"last", 5) == b"re: last"
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_many_requests_share_one_asyncio_connection(head: Head) -> None:
@@ -290,7 +290,7 @@ def test_many_requests_share_one_asyncio_connection(head: Head) -> None:
             replies = await asyncio.gather(*(connection.request(b"%d" % at, 5) for at in range(100)))
             assert replies == [b"re: %d" % at for at in range(100)]
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_cas_02_clients_cancelled_at_random_lose_nothing_of_others(head: Head) -> None:
@@ -310,7 +310,7 @@ def test_cas_02_clients_cancelled_at_random_lose_nothing_of_others(head: Head) -
             assert others == [None] * len(others)
             assert await connection.request(b"after", 5) == b"re: after"
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
@@ -346,7 +346,7 @@ def test_stk_04_a_dead_head_ends_every_asyncio_wait() -> None:
             assert await connection.request(b"again", 5) == b"re: again"
             await asyncio.to_thread(again.stop)
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_a_client_that_gives_up_is_seen_by_the_head(head: Head) -> None:
@@ -380,7 +380,7 @@ def test_nobody_there_is_said_with_the_reason_in_asyncio() -> None:
             with pytest.raises(UnreachableError, match="nothing listens"):
                 await connection.request(b"x", 5)
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_a_stranger_there_is_said() -> None:

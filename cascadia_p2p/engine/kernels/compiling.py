@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import filelock
-import llvmlite
+import llvmlite.binding
 import numba
 import platformdirs
 import structlog
@@ -57,8 +57,10 @@ def cache_directory() -> Path:
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    target = codegen.get_host_cpu_features()
-    for fact in (numba.__version__, llvmlite.__version__, sys.version, platform.machine(), target):
+    # What numba compiles for, which a user may have set to another processor than this one.
+    name = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
+    features = numba.config.CPU_FEATURES or codegen.get_host_cpu_features()
+    for fact in (numba.__version__, llvmlite.__version__, sys.version, platform.machine(), name, features):
         digest.update(str(fact).encode() + b"\0")
     return platformdirs.user_cache_path(_APP, appauthor=False) / "kernels" / digest.hexdigest()[:20]
 
@@ -100,6 +102,11 @@ class _MachineCode(caching.Cache):  # type: ignore[misc]
             source_stamp=self._impl.locator.get_source_stamp(),
         )
         self.enable()
+
+    def exists(self) -> bool:
+        """Whether there seems to be machine code for the kernel's one signature."""
+        paths = (self._cache_file._index_path, self._cache_file._data_path(self._cache_file._data_name(1)))
+        return all(Path(path).exists() for path in paths)
 
     def load_overload(self, sig: object, target_context: object) -> object:
         try:
@@ -191,7 +198,9 @@ def warm_up(progress: Progress | None = None) -> None:
     needed = [item for item in _kernels if not item.ready and item.twin_for is not (_threads == 1)]
     if not needed:
         return
-    with _one_thread, _compiler_lock():
+    # Loading needs no lock between processes: files appear whole or not at all.
+    stored = all(item.dispatcher._cache.exists() for item in needed)
+    with _one_thread, contextlib.nullcontext() if stored else _compiler_lock():
         for done, item in enumerate(needed, 1):
             # Another thread may have been first.
             if not item.ready:

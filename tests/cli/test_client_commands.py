@@ -1,0 +1,281 @@
+"""`generate` and `status` as a user runs them: what is printed where, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.conftest import Run
+from cluster.conftest import Shards
+from cluster.standing import StandingRing, standing_ring
+from fixtures.reference import load_case
+
+from cascadia_p2p import __version__
+from cascadia_p2p.cli import COMMANDS
+
+CASE = load_case("tiny12-eos")
+STOPPED = CASE.prompts[1]
+IDS = ",".join(map(str, STOPPED.ids))
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def ring(shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingRing]:
+    with standing_ring(tmp_path_factory.mktemp("commands"), shards(CASE, (6, 6)), 2, context=300) as made:
+        yield made
+
+
+@pytest.fixture
+def at(ring: StandingRing) -> tuple[str, str]:
+    return "--endpoint", ring.endpoint.tcp
+
+
+@pytest.fixture
+def absent() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+
+
+# --- generate ---------------------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text_and_nothing_else(run: Run, at: tuple[str, str]) -> None:
+    done = run("generate", "--token-ids", IDS, *at)
+    assert (done.code, done.err) == (0, "")
+    # The end-of-sequence id is not text.
+    assert done.out == bytes(STOPPED.generated[:-1]).decode() + "\n"
+
+
+def test_generate_json_is_the_whole_reply(run: Run, at: tuple[str, str]) -> None:
+    done = run("generate", "--token-ids", IDS, "--json", "--max-tokens", 5, *at)
+    assert (done.code, done.err) == (0, "")
+    reply = json.loads(done.out)
+    assert reply["token_ids"] == list(STOPPED.generated[:5])
+    assert reply["finish_reason"] == "length"
+    assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": 5}
+
+
+def test_generate_takes_text_from_the_command_line_or_stdin(
+    run: Run, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Grüße\n"
+    told = run("generate", text, "--json", *at)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    piped = run("generate", "-", "--json", *at)
+    assert told.code == piped.code == 0
+    assert json.loads(told.out)["token_ids"] == json.loads(piped.out)["token_ids"]
+    assert json.loads(piped.out)["usage"]["prompt_tokens"] == len(text.encode())
+
+
+def test_generate_stops_where_it_is_told(run: Run, at: tuple[str, str]) -> None:
+    stop = STOPPED.generated[2]
+    done = run("generate", "--token-ids", IDS, "--json", "--stop-token-ids", f"279,{stop}", *at)
+    assert json.loads(done.out)["token_ids"] == list(STOPPED.generated[:3])
+    longer = run("generate", "--token-ids", IDS, "--json", "--ignore-eos", "--max-tokens", 24, *at)
+    assert len(json.loads(longer.out)["token_ids"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "give either PROMPT or --token-ids"),
+        (("hello", "--token-ids", "1"), 2, "give either PROMPT or --token-ids"),
+        (("--token-ids", "1,x"), 2, "--token-ids '1,x': expected numbers with commas"),
+        (("--token-ids", ""), 2, "--token-ids"),
+        (("hello", "--stop-token-ids", "a"), 2, "--stop-token-ids 'a': expected numbers"),
+        (("hello", "--max-tokens", "0"), 2, "'0' is not a number of 1 or more"),
+        (("hello", "--max-tokens", "lots"), 2, "'lots' is not a number of 1 or more"),
+        (("hello", "--endpoint", "here"), 2, "flag --endpoint: 'here' is not an address"),
+        (("hello", "--fleet", ""), 2, "--fleet"),
+        (("hello", "--timeout", "0"), 2, "--timeout"),
+        (("",), 1, "'prompt' is empty"),
+        (("--token-ids", "1,280"), 1, "holds 280: this model's ids are 0 to 279"),
+        (("--token-ids", "-1"), 1, "'token_ids[0]' should be greater than or equal to 0, and is -1"),
+        (("--token-ids", ",".join(["5"] * 301)), 1, "prompt is 301 tokens; this ring holds 300 a stream"),
+    ],
+)
+def test_generate_refuses_in_one_sentence(
+    run: Run, at: tuple[str, str], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    endpoint = () if "--endpoint" in arguments else at
+    done = run("generate", *arguments, *endpoint)
+    assert (done.code, done.out) == (code, "")
+    last = done.err.strip().splitlines()[-1]
+    assert last.startswith("cascadia-p2p")
+    assert words in last
+    assert "Traceback" not in done.err
+    assert "pydantic" not in done.err
+
+
+def test_stk_10_an_absent_head_is_said_within_the_connect_timeout(
+    run: Run, absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in (("generate", "hello"), ("status",)):
+        started = time.monotonic()
+        done = run(*command, "--endpoint", absent)
+        assert time.monotonic() - started < 8
+        assert (done.code, done.out) == (6, "")
+        assert f"answers at {absent.removeprefix('tcp://')}" in done.err
+        assert "nothing listens there" in done.err
+        assert "check the address" in done.err
+        # Once at full length is enough.
+        monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
+
+
+def test_what_accepts_connections_and_says_nothing_is_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        done = run("generate", "hello", "--endpoint", f"127.0.0.1:{silent.getsockname()[1]}")
+    assert done.code == 6
+    assert "nothing came back" in done.err
+
+
+def test_no_fleet_on_the_network_is_said_with_what_to_do(run: Run) -> None:
+    done = run("status", "--fleet", "nobody-has-this-name")
+    assert (done.code, done.out) == (6, "")
+    assert "no node of fleet 'nobody-has-this-name' answers" in done.err
+    assert "cascadia-p2p join" in done.err
+    assert "--endpoint" in done.err
+
+
+# --- status -----------------------------------------------------------------------------------------------
+
+
+def test_status_json_tells_all_of_the_ring(run: Run, ring: StandingRing, at: tuple[str, str]) -> None:
+    done = run("status", "--json", *at)
+    assert (done.code, done.err) == (0, "")
+    body: dict[str, Any] = json.loads(done.out)
+    assert body["state"] == "open"
+    assert body["fleet"] == ring.name
+    assert body["epoch"]["counter"] >= 1
+    assert body["missing"] == []
+    assert [stage["shard"] for stage in body["stages"]] == [0, 1]
+    assert {node["node"] for node in body["nodes"]} == {stage["node"] for stage in body["stages"]}
+    assert {node["claim"] for node in body["nodes"]} == {"serving"}
+    assert all(node["software"] == __version__ for node in body["nodes"])
+    assert all(stage["progress"] is not None for stage in body["stages"])
+    assert body["promise"]["context"] == 300
+    assert body["requests"]["accepted"] >= body["requests"]["finished"] > 0
+    assert body["data_thread"]["frames_out"] > 0
+
+
+def test_status_is_told_by_any_node_at_its_control_port(run: Run, ring: StandingRing) -> None:
+    for member in ring.fleet.members:
+        done = run("status", "--json", "--endpoint", str(member.control))
+        assert done.code == 0
+        body = json.loads(done.out)
+        assert body["state"] == "open"
+        assert body["nodes"][0]["control"] == str(member.control)
+
+
+def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, str]) -> None:
+    done = run("status", *at)
+    assert (done.code, done.err) == (0, "")
+    assert f"fleet '{ring.name}'" in done.out
+    assert "ring open" in done.out
+    for member in ring.fleet.members:
+        assert str(member.control) in done.out.replace("\n", "")
+    assert "finished" in done.out
+
+
+# --- the parser ---------------------------------------------------------------------------------------------
+
+
+def test_help_of_every_command_names_its_flags(run: Run) -> None:
+    done = run("--help")
+    assert done.code == 0
+    assert all(name in done.out for name in COMMANDS)
+    assert "130 Ctrl-C" in done.out
+    flags = {
+        "export": ("CHECKPOINT", "OUT", "--shards", "--split", "--experts", "--projections", "--head"),
+        "join": (
+            "--model", "--shard", "--fleet", "--bind", "--port", "--client-port", "--peer", "--no-mdns",
+            "--device", "--precision", "--slots", "--context", "--config", "--state-dir", "--log-format",
+        ),
+        "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json"),
+        "status": ("--endpoint", "--fleet", "--json"),
+        "demo": ("--nodes", "--prompt"),
+    }  # fmt: skip
+    assert set(flags) == set(COMMANDS)
+    for name, expected in flags.items():
+        done = run(name, "--help")
+        assert (done.code, done.err) == (0, "")
+        for flag in expected:
+            assert flag in done.out
+        # Hidden, for the demo's own nodes.
+        assert "--while-stdin-open" not in done.out
+
+
+def test_version(run: Run) -> None:
+    done = run("--version")
+    assert (done.code, done.out) == (0, f"cascadia-p2p {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((), "COMMAND"), (("serve",), "'serve'"), (("join", "--modell", "x"), "--modell"), (("--what",), "")],
+)
+def test_usage_errors_end_with_2(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    done = run(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "usage: cascadia-p2p" in done.err
+
+
+def test_the_module_runs_as_a_program(process: Start) -> None:
+    started = process("--version")
+    assert started.communicate(timeout=30) == (f"cascadia-p2p {__version__}\n", "")
+    assert started.returncode == 0
+
+
+def test_a_reader_that_has_gone_ends_the_command_quietly(process: Start, at: tuple[str, str]) -> None:
+    started = [process("status", "--json", *at), process("status", *at), process("generate", "a", *at)]
+    for each in started:
+        assert each.stdout is not None
+        each.stdout.close()
+        each.stdout = None
+    for each in started:
+        assert each.communicate(timeout=30)[1] == ""
+        assert each.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--nodes", "0"), "give 1 to 66"),
+        (("--nodes", "67"), "give 1 to 66"),
+        (("--max-tokens", "0"), "give 1 or more"),
+    ],
+)
+def test_demo_refuses_what_it_can_not_do(run: Run, flags: tuple[str, ...], words: str) -> None:
+    done = run("demo", *flags)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+
+
+def test_a_config_file_and_the_environment_serve_all_commands(
+    run: Run, ring: StandingRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'endpoint = "{ring.endpoint}"\nfleet = "{ring.name}"\n')
+    assert run("status", "--config", file).code == 0
+    monkeypatch.setenv("CASCADIA_ENDPOINT", str(ring.endpoint))
+    assert json.loads(run("generate", "hi", "--json", "--max-tokens", 1).out)["finish_reason"] == "length"
+    file.write_text('endpint = "here"\n')
+    done = run("status", "--config", file)
+    assert done.code == 2
+    assert f"file {file}: unknown key 'endpint'; did you mean 'endpoint'?" in done.err
