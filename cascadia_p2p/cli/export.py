@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,16 +18,18 @@ from rich.progress import (
 
 from cascadia_p2p.shards.encodings import Encodings, parse_encoding
 from cascadia_p2p.shards.export import Progress as Step
-from cascadia_p2p.shards.export import bytes_in_words, export
+from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
-from cascadia_p2p.shards.split import parse_split, spell_split
+from cascadia_p2p.shards.split import choose_shards, parse_shards, parse_split, spell_split
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
     parser.epilog = (
         "Splits a checkpoint into shards of consecutive layers, one directory each. Run again after an "
-        "interruption, it goes on where it stopped."
+        "interruption, it goes on where it stopped. A PC may export only the shards that it will hold "
+        "(--only-shards): it then needs config, tokenizer and index of the checkpoint, and the files that "
+        "--list-files names."
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="directory with config.json and safetensors"
@@ -35,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--shards", type=int, metavar="N", help="N shards, of sizes as even as possible")
     how.add_argument("--split", metavar="A,B,...", help="layers of each shard, as in 6,6,4")
+    parser.add_argument(
+        "--only-shards", metavar="I,J,...", help="only these shards, counted from 0 (default: all)"
+    )
+    parser.add_argument(
+        "--list-files", action="store_true", help="print the files of CHECKPOINT that are needed, and stop"
+    )
     for part, what in (
         ("experts", "experts and dense MLPs"),
         ("projections", "attention projections"),
@@ -49,18 +58,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; the manifest's path goes to stdout, everything else to stderr.
+    """Export, or list files; the manifest's path or the list goes to stdout, everything else to stderr.
 
     Raises:
         CascadiaError: as `shards.export.export`.
     """
-    console = Console(stderr=True)
     split = None if args.split is None else parse_split(args.split)
     encodings = Encodings(
         experts=parse_encoding("--experts", args.experts),
         projections=parse_encoding("--projections", args.projections),
         head=parse_encoding("--head", args.head),
     )
+    only = None if args.only_shards is None else parse_shards(args.only_shards)
+    if args.list_files:
+        for file in needed_files(args.checkpoint, shards=args.shards, split=split, only=only):
+            print(file)
+        return 0
+    return _export(args, split, only, encodings)
+
+
+def _export(
+    args: argparse.Namespace,
+    split: tuple[int, ...] | None,
+    only: tuple[int, ...] | None,
+    encodings: Encodings,
+) -> int:
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -73,9 +96,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         with bar:
             task = bar.add_task("reading the checkpoint", total=None)
+            started = False
 
             def step(now: Step) -> None:
-                bar.update(task, description=now.file, completed=now.done, total=now.total)
+                nonlocal started
+                # Speed and time left are counted from here on: what an earlier run wrote took no time.
+                tell = bar.update if started else bar.reset
+                started = True
+                tell(task, description=now.file, completed=now.done, total=now.total)
 
             def note(sentence: str) -> None:
                 console.print(sentence, markup=False, highlight=False, soft_wrap=True)
@@ -85,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
                 args.out,
                 shards=args.shards,
                 split=split,
+                only=only,
                 encodings=encodings,
                 progress=step,
                 note=note,
@@ -92,15 +121,29 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("stopped: run the same command again, it goes on where it stopped", soft_wrap=True)
         return 130
-    console.print(_summary(manifest, args.out), markup=False, highlight=False, soft_wrap=True)
+    console.print(_summary(manifest, args.out, only), markup=False, highlight=False, soft_wrap=True)
     print(args.out / MANIFEST)
     return 0
 
 
-def _summary(manifest: Manifest, out: Path) -> str:
-    total = bytes_in_words(sum(entry.size for entry in manifest.files.values()))
-    layers = f"{manifest.layers} layers in {manifest.shards} shards of {spell_split(tuple(manifest.split))}"
-    return (
-        f"{layers}; {total}. Copy one directory of {out} to each PC and run there: "
-        "cascadia-p2p join --model DIRECTORY"
+def _summary(manifest: Manifest, out: Path, only: Sequence[int] | None) -> str:
+    shards = choose_shards(only, manifest.shards)
+    size = bytes_in_words(
+        sum(manifest.entry(i, name).size for i in shards for name in manifest.expected_files(i))
     )
+    if only is None:
+        layers = (
+            f"{manifest.layers} layers in {manifest.shards} shards of {spell_split(tuple(manifest.split))}"
+        )
+        return (
+            f"{layers}; {size}. Copy one directory of {out} to each PC and run there: "
+            "cascadia-p2p join --model DIRECTORY"
+        )
+    parts = ", ".join(
+        f"shard {shard} of {manifest.shards} with {_layers(manifest.layers_of(shard))}" for shard in shards
+    )
+    return f"{parts}; {size}. Run on this PC: cascadia-p2p join --model {out}"
+
+
+def _layers(layers: range) -> str:
+    return f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"

@@ -139,6 +139,7 @@ class Places:
             fleet=config.fleet,
             model=self.model.name,
             fingerprint=manifest.fingerprint,
+            sources=tuple(sample or "" for _, sample in sorted(manifest.sources.items())),
             shards=manifest.shards,
             layers=manifest.layers,
             hidden=self.model.config.hidden,

@@ -20,6 +20,7 @@ class NodeProfile:
         fleet: only nodes of one fleet join.
         model: the model's name, for people.
         fingerprint: 64 hex digits over config, source index, split, encodings and tokenizer.
+        sources: samples of the checkpoint's files as introductions hold them.
         shards: shards that the model is split into.
         layers, hidden: size of the model.
         holds: shards whose files are here.
@@ -52,6 +53,7 @@ class NodeProfile:
     device: str
     pid: int
     shard: int | None = None
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         held = ", ".join(map(str, sorted(self.holds)))
