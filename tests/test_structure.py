@@ -19,6 +19,7 @@ FORBIDDEN = {
     "shards": {"zmq", "zeroconf", "asyncio", "ifaddr", "openvino"},
     "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
     "discovery": {"zmq", "openvino", "numba"},
+    "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
 }
 """Libraries that a package must not know."""
 
@@ -37,6 +38,7 @@ ALLOWED = {
     "transport": {"errors", "types", "wire"},
     "discovery": {"errors", "types", "wire"},
     "client": {"errors", "types", "wire", "transport", "discovery"},
+    "planning": {"errors", "types", "models", "engine"},
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
 }

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
     "status": "show the ring, its nodes and what is missing",
+    "plan": "say which PC takes which layers, what that needs, and how fast it will be",
     "demo": "run a whole ring on this machine and ask it one question",
 }
 """Name and one line of help; each is the module of that name with `configure(parser)` and `run(args)`."""

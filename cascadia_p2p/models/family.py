@@ -30,6 +30,23 @@ class SourceModel:
     layout: ModelLayout
 
 
+def read_config(
+    config: Mapping[str, object], generation_config: Mapping[str, object] | None
+) -> tuple[str, ModelConfig]:
+    """The family and the config that a checkpoint's `config.json` describes.
+
+    Raises:
+        CheckpointError: no family of ours, or an impossible config.
+    """
+    model_type = config.get("model_type")
+    if model_type in inkling.MODEL_TYPES:
+        return "inkling", InklingConfig.from_json(config, generation_config)
+    if model_type in llama.MODEL_TYPES:
+        return "llama", LlamaConfig.from_json(config, generation_config)
+    known = ", ".join((*inkling.MODEL_TYPES, *llama.MODEL_TYPES))
+    raise CheckpointError(f"config.json has model_type {model_type!r}: expected one of {known}")
+
+
 def read_source(
     config: Mapping[str, object], generation_config: Mapping[str, object] | None, names: Collection[str]
 ) -> SourceModel:
@@ -38,15 +55,12 @@ def read_source(
     Raises:
         CheckpointError: no family of ours, an impossible config, or tensors that are missing.
     """
-    model_type = config.get("model_type")
-    if model_type in inkling.MODEL_TYPES:
-        mixture = InklingConfig.from_json(config, generation_config)
-        return SourceModel("inkling", mixture, inkling_names.layout(mixture, names))
-    if model_type in llama.MODEL_TYPES:
-        dense = LlamaConfig.from_json(config, generation_config)
-        return SourceModel("llama", dense, llama_names.layout(dense, names))
-    known = ", ".join((*inkling.MODEL_TYPES, *llama.MODEL_TYPES))
-    raise CheckpointError(f"config.json has model_type {model_type!r}: expected one of {known}")
+    family, read = read_config(config, generation_config)
+    match read:
+        case InklingConfig():
+            return SourceModel(family, read, inkling_names.layout(read, names))
+        case LlamaConfig():
+            return SourceModel(family, read, llama_names.layout(read, names))
 
 
 def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:

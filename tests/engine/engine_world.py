@@ -14,7 +14,7 @@ from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.models.family import ModelConfig
-from cascadia_p2p.models.stages import stage_maker
+from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
 from cascadia_p2p.types import Promise
@@ -91,10 +91,10 @@ class Stages:
         rewind: int = 16,
     ) -> None:
         ends = np.cumsum(split).tolist()
-        maker = stage_maker(config)
+        build = stage_builder(config)
         self.stages = [
             Stage(
-                maker.build(
+                build(
                     StagePlan(range(end - count, end), promise, rewind),
                     source,
                     OpenVINOBackend("CPU", threads, promise.rows),

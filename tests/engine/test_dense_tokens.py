@@ -10,7 +10,8 @@ from engine_world import F32, PROMISE, Stages, Window, operations
 from fixtures.dense import MODELS, Dense, dense_tensors, load_dense
 from fixtures.reference import relative_error
 
-from cascadia_p2p.models.stages import stage_maker
+from cascadia_p2p.engine.memory import stage_memory
+from cascadia_p2p.models.sizing import model_sizes
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import OperationKind
 
@@ -82,12 +83,11 @@ def test_a_stream_that_went_back_goes_on_as_if_it_had_never_been_ahead(name: str
 
 def test_memory_of_a_known_model_is_that_of_its_sizes() -> None:
     """Two layers and the head of the model `llama`: 6 + 2 + 2 heads of 8, hidden 48, inner 96."""
-    need = stage_maker(MODELS["llama"].read()).need
     promise = Promise(slots=3, context=400, rows=64)
-    two = need(range(3, 5), promise, 16)
+    two = stage_memory(model_sizes(MODELS["llama"].read()), range(3, 5), promise, 16)
     assert two.weights == 4 * (2 * (48 * (48 + 2 * 16) + 48 * 48 + 3 * 48 * 96) + 320 * 48)
     # Values of 8 numbers are stored as 16; 400 positions take seven blocks of 64.
     assert two.caches == 3 * 2 * 7 * 64 * 2 * 4 * (8 + 16)
-    windowed = stage_maker(MODELS["mistral-window"].read()).need(range(1), promise, 16)
+    windowed = stage_memory(model_sizes(MODELS["mistral-window"].read()), range(1), promise, 16)
     # 37 seen, 16 to go back and 64 new positions take two blocks.
     assert windowed.caches == 3 * 2 * 64 * 2 * 4 * (8 + 16)

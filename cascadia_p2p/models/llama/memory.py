@@ -1,35 +1,48 @@
-"""How much memory a stage of a Llama model takes, from its config alone."""
+"""The sizes of a Llama model, from its config alone."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 from cascadia_p2p.engine.kernels.blocks import BLOCK, block_bytes
-from cascadia_p2p.engine.memory import MemoryNeed
-from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.models.llama.config import LlamaConfig
-from cascadia_p2p.types import Promise
+from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 
-_F32: Final = 4
 _PRODUCTS_A_LAYER: Final = 3
-_PRODUCT_OVERHEAD: Final = 2**20
-"""What the runtime keeps for one compiled product besides weights and results."""
+"""Query, key and value projections in one; the output projection; the MLP."""
 
 
-def memory_need(config: LlamaConfig, layers: range, promise: Promise, rewind: int) -> MemoryNeed:
-    """Bytes for a stage with float32 weights.
+@lru_cache(maxsize=8)
+def llama_sizes(config: LlamaConfig) -> ModelSizes:
+    """All sizes that follow from the config. A tied head counts by itself: a device packs it anew."""
+    return ModelSizes(
+        family="llama",
+        hidden=config.hidden,
+        context=config.context,
+        layers=tuple(_layer(config, number) for number in range(config.layers)),
+        embedding=Matrices(Part.EMBEDDING, config.vocab, config.hidden),
+        head=Matrices(Part.HEAD, config.vocab, config.hidden),
+    )
 
-    The device's packed copy of the weights counts in full. The embedding does not: it stays a mapped file.
-    """
-    attention = config.hidden * 2 * (config.q_width + config.kv_width)
-    weights = _F32 * len(layers) * (attention + 3 * config.hidden * config.width)
-    numbers = len(layers) * (config.q_width + 2 * config.kv_width + 2 * config.hidden + 3 * config.width)
-    products = _PRODUCTS_A_LAYER * len(layers)
-    if layers.stop == config.layers:
-        weights += _F32 * config.vocab * config.hidden
-        numbers += config.vocab
-        products += 1
-    blocks = sum(cached_positions(promise, config.windows[number], rewind) // BLOCK for number in layers)
-    caches = promise.slots * blocks * block_bytes(config.kv_heads, config.head_dim)
-    buffers = _F32 * max(promise.rows, 2) * numbers + products * _PRODUCT_OVERHEAD
-    return MemoryNeed(weights, caches, buffers)
+
+def _layer(config: LlamaConfig, number: int) -> LayerSizes:
+    inward = (config.q_width, config.kv_width, config.kv_width)
+    up = Matrices(Part.DENSE, config.width, config.hidden)
+    return LayerSizes(
+        matrices=(
+            *(Matrices(Part.PROJECTIONS, width, config.hidden) for width in inward),
+            Matrices(Part.PROJECTIONS, config.hidden, config.q_width),
+            up,
+            up,
+            Matrices(Part.DENSE, config.hidden, config.width),
+        ),
+        cache=CacheSizes(
+            position_bytes=block_bytes(config.kv_heads, config.head_dim) // BLOCK,
+            window=config.windows[number],
+        ),
+        # Norms and biases are small beside everything else.
+        small=0,
+        row_numbers=sum(inward) + 2 * config.hidden + 3 * config.width,
+        products=_PRODUCTS_A_LAYER,
+    )
