@@ -285,8 +285,7 @@ class _Task:
                 if work.shard == shard
             },
         )
-        tokenizer: dict[str, bytes] = {**self.tokenizer}
-        content = {TABLE: table.to_bytes()} | tokenizer
+        content = {TABLE: table.to_bytes(), **{str(name): data for name, data in self.tokenizer.items()}}
         return {
             f"{directory}/{name}": write_whole(out / directory / name, data) for name, data in content.items()
         }

@@ -229,12 +229,12 @@ def _frame(fields: Fields, vocabulary: _Vocabulary, words: _Words) -> dict[str, 
         return None
     spelled = {name: _token(vocabulary, token_id) for name, token_id in ids.items()}
 
-    def token(name: str, number: int) -> list[dict[str, object]]:
+    def side(name: str, number: int) -> list[dict[str, object]]:
         return [{"SpecialToken": {"id": spelled[name], "type_id": number}}] if name in spelled else []
 
     def framed(sequence: str, number: int) -> list[dict[str, object]]:
         inside: dict[str, object] = {"Sequence": {"id": sequence, "type_id": number}}
-        return [*token("bos", number), inside, *token("eos", number)]
+        return [*side("bos", number), inside, *side("eos", number)]
 
     return {
         "type": "TemplateProcessing",
