@@ -190,6 +190,8 @@ def decode(kind: str, data: bytes) -> npt.NDArray[np.float32]:
     Raises:
         NotImplementedError: the `gguf` package can not decode the type.
     """
+    if not data:
+        return np.empty(0, np.float32)
     # One row however many blocks: the package works through rows in small groups.
     blocks = np.frombuffer(data, np.uint8).reshape(1, -1)
     values: npt.NDArray[np.float32] = quants.dequantize(blocks, GGMLQuantizationType[kind]).reshape(-1)

@@ -78,5 +78,7 @@ def test_the_variant_without_an_end_id_writes_null(tmp_path: Path) -> None:
 
 
 def test_an_unknown_preset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no sample model 'huge': choose one of tiny66, tiny42, tiny12"):
+    with pytest.raises(
+        UsageError, match="there is no sample model 'huge': choose one of tiny66, tiny42, tiny12"
+    ):
         make_checkpoint(tmp_path, "huge")
