@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -22,6 +25,9 @@ from cascadia_p2p.shards.export import Progress as Step
 from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
 from cascadia_p2p.shards.split import choose_shards, parse_shards, parse_split, spell_split
+
+SAY_EVERY_S = 30.0
+"""Between two lines on progress where there is no terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,41 +93,17 @@ def _export(
     encodings: Encodings,
 ) -> int:
     console = Console(stderr=True)
-
-    def note(sentence: str) -> None:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
     try:
-        checkpoint = source_path(args.checkpoint, note)
-        with bar:
-            task = bar.add_task("reading the checkpoint", total=None)
-            started = False
-
-            def step(now: Step) -> None:
-                nonlocal started
-                # Speed and time left are counted from here on: what an earlier run wrote took no time.
-                tell = bar.update if started else bar.reset
-                started = True
-                tell(task, description=now.file, completed=now.done, total=now.total)
-
+        with _Teller(console) as teller:
             manifest = export(
-                checkpoint,
+                source_path(args.checkpoint, teller.note),
                 args.out,
                 shards=args.shards,
                 split=split,
                 only=only,
                 encodings=encodings,
-                progress=step,
-                note=note,
+                progress=teller.step,
+                note=teller.note,
             )
     except KeyboardInterrupt:
         console.print("stopped: run the same command again, it goes on where it stopped", soft_wrap=True)
@@ -129,6 +111,61 @@ def _export(
     console.print(_summary(manifest, args.out, only), markup=False, highlight=False, soft_wrap=True)
     print(args.out / MANIFEST)
     return 0
+
+
+class _Teller:
+    """Shows how far the export is and how long is left: a bar at a terminal, elsewhere a line at times."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("reading the checkpoint", total=None)
+        self._told_at: float | None = None
+
+    def step(self, now: Step) -> None:
+        """Something was written."""
+        # Speed and time left are counted from the first step on: what an earlier run wrote took no time.
+        tell = self._bar.reset if self._told_at is None else self._bar.update
+        tell(self._task, description=now.file, completed=now.done, total=now.total)
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+        elif not self._console.is_terminal and time.monotonic() - self._told_at >= SAY_EVERY_S:
+            self._told_at = time.monotonic()
+            task = self._bar.tasks[0]
+            self.note(
+                f"{now.file}: {bytes_in_words(now.done)} of {bytes_in_words(now.total)}, "
+                f"{bytes_in_words(int(task.speed or 0.0))}/s, {_time_in_words(task.time_remaining)} left"
+            )
+
+    def note(self, sentence: str) -> None:
+        """Say a sentence."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _time_in_words(seconds: float | None) -> str:
+    if seconds is None:
+        return "an unknown time"
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return "less than a minute"
+    return f"about {minutes} min" if minutes < 60 else f"about {minutes // 60} h {minutes % 60} min"
 
 
 def _summary(manifest: Manifest, out: Path, only: Sequence[int] | None) -> str:

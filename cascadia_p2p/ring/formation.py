@@ -103,7 +103,7 @@ def _is_free(core: Core, peer: Peer, shard: int) -> bool:
 
 
 def _words(core: Core, missing: list[int]) -> str:
-    """`shards 3 and 5 (nobody here holds them), shard 7 (b/… is loading it)`."""
+    """`shards 3 and 5 (held by nobody here), shard 7 (b/… is loading it)`."""
     reasons: dict[str, list[int]] = {}
     for shard in missing:
         reasons.setdefault(_why(core, shard), []).append(shard)
@@ -141,8 +141,8 @@ def _why(core: Core, shard: int) -> str:
         best = max(claimants, key=lambda peer: (peer.claim.state.rank, peer.node))
         return f"{best.label} {_VERBS[best.claim.state]}"
     if any(shard in peer.holds for peer in core.peers) or shard in core.holds:
-        return "nobody has loaded it yet"
-    return "nobody here holds it"
+        return "loaded by nobody yet"
+    return "held by nobody here"
 
 
 _VERBS = {

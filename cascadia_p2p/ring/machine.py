@@ -371,8 +371,16 @@ class RingMachine:
                 shard=core.shard or 0,
             )
 
+    def _being_loaded(self, shards: tuple[int, ...]) -> bool:
+        """Whether each of these shards is being loaded by somebody."""
+        best = self._core.winners()
+        return all(shard in best and best[shard].state is ClaimState.LOADING for shard in shards)
+
     def _tell_waiting(self) -> None:
-        """Say what a ring still lacks: when that has changed and lasts, and every `Times.remind` seconds."""
+        """Say what a ring still lacks: when that has changed and lasts, and every `Times.remind` seconds.
+
+        While all that is missing is being loaded, only the reminders: loading ends by itself.
+        """
         core = self._core
         elsewhere = any(peer.claim.state is ClaimState.SERVING for peer in core.peers)
         if core.seat is not None or core.shard is None or elsewhere:
@@ -381,7 +389,8 @@ class RingMachine:
         chosen = plan(core)
         if chosen.words != self._gap_since[0]:
             self._gap_since = (chosen.words, core.now)
-        if chosen.words and core.now - self._gap_since[1] >= core.times.candidate:
+        patience = core.times.remind if self._being_loaded(chosen.missing) else core.times.candidate
+        if chosen.words and core.now - self._gap_since[1] >= patience:
             core.say_seldom(
                 "waiting",
                 "info",

@@ -209,19 +209,13 @@ class _Task:
         """Write what is not there yet."""
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: give a directory to write the shards to")
-        earlier = Manifest.load(out) if (out / MANIFEST).exists() else None
-        if earlier is not None and (
-            earlier.fingerprint != self.fingerprint or differing_source(earlier.sources, self.samples)
-        ):
-            raise UsageError(
-                f"{out} holds the export of something else (another checkpoint, split or encoding): "
-                "choose another directory, or remove this one first"
-            )
+        self._earlier(out)
         work = out / _WORK
         work.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(work / "lock", timeout=0):
-                manifest, unfinished = self._write(out, earlier, progress)
+                # Looked at again: another export may just have finished its shards.
+                manifest, unfinished = self._write(out, self._earlier(out), progress)
         except Timeout:
             raise UsageError(
                 f"another export is writing to {out}: wait for it, or choose another directory"
@@ -229,6 +223,18 @@ class _Task:
         if not unfinished:
             shutil.rmtree(work, ignore_errors=True)
         return manifest
+
+    def _earlier(self, out: Path) -> Manifest | None:
+        """The manifest of what is there already."""
+        if not (out / MANIFEST).exists():
+            return None
+        earlier = Manifest.load(out)
+        if earlier.fingerprint != self.fingerprint or differing_source(earlier.sources, self.samples):
+            raise UsageError(
+                f"{out} holds the export of something else (another checkpoint, split or encoding): "
+                "choose another directory, or remove this one first"
+            )
+        return earlier
 
     def _write(
         self, out: Path, earlier: Manifest | None, progress: Callable[[Progress], None]

@@ -81,7 +81,7 @@ class Manifest(BaseModel):
     tokenizer: Annotated[list[TokenizerFile], Field(max_length=4)]
     files: dict[str, FileEntry]
     fingerprint: Sha256
-    sources: Annotated[dict[SourceFile, Sample | None], Field(max_length=MOST_SOURCES)]
+    sources: Annotated[dict[SourceFile, Sample | None], Field(max_length=MOST_SOURCES)] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

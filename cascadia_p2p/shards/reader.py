@@ -52,6 +52,21 @@ def held_shards(model: Path) -> tuple[int, ...]:
     )
 
 
+def held_sources(model: Path) -> tuple[str, ...]:
+    """For every file of the checkpoint, by name, its sample, or "" where no shard held here was read from it.
+
+    Raises:
+        ShardError: there is no manifest, or one is damaged.
+    """
+    manifest = Manifest.load(model)
+    sources = dict(manifest.sources)
+    for shard in set(held_shards(model)) - set(manifest.listed):
+        # Exported elsewhere and copied here: its own manifest knows.
+        own = Manifest.load(model / shard_directory(shard)).sources
+        sources |= {file: sample for file, sample in own.items() if file in sources and sample is not None}
+    return tuple(sample or "" for _, sample in sorted(sources.items()))
+
+
 class ShardReader:
     """One shard of an exported model. Sizes are checked at once, contents by `verify`.
 

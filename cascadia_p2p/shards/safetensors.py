@@ -247,7 +247,7 @@ class Checkpoint:
         if missing := [file for file in files if not (self.path / file).is_file()]:
             raise CheckpointError(
                 f"{self.path} lacks {len(missing)} of the {len(files)} files that are needed: "
-                f"{names_in_words(missing)}; download them"
+                f"{names_in_words(missing)}; download them ('export ... --list-files' names all of them)"
             )
         for name in names:
             self.tensor(name)

@@ -52,12 +52,12 @@ ShardIndex = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
 Samples = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")], ...],
     Strict(False),
     Field(max_length=MAX_SOURCES),
 ]
-Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
 
 
 class ClaimState(StrEnum):

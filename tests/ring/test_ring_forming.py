@@ -8,7 +8,7 @@ import orjson
 import pytest
 from ring_world import World, fleet, open_fleet, profile
 
-from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.errors import CapacityError, UsageError
 from cascadia_p2p.ring import actions as a
 from cascadia_p2p.ring import events as e
 from cascadia_p2p.types import Promise
@@ -126,7 +126,7 @@ def test_a_gap_is_named_by_everybody_on_change_and_seldom_again() -> None:
     ]
     world.run(5)
     for node in nodes:
-        assert "shards 1, 2 and 4 (nobody here holds it)" in node.sentences("ring_waits")
+        assert "shards 1, 2 and 4 (held by nobody here)" in node.sentences("ring_waits")
         assert node.machine.snapshot(world.now)["missing"] == [1, 2, 4]
     slow = world.start(profile(3, shards=5, holds=(1,)), 60.0)
     world.run(5)
@@ -146,7 +146,7 @@ def test_a_head_without_its_ring_serves_clients_so_that_they_can_be_told_why() -
     assert not other.serves_clients
     status = head.machine.snapshot(world.now)
     assert status["state"] == "looking"
-    assert status["waiting_for"] == "shard 2 (nobody here holds it)"
+    assert status["waiting_for"] == "shard 2 (held by nobody here)"
 
 
 def test_a_shard_that_can_not_be_loaded_is_given_to_another() -> None:
@@ -167,6 +167,16 @@ def test_a_node_whose_only_shard_can_not_be_loaded_ends() -> None:
     world.run(0.1)
     error = CapacityError("needs 60 GB, has 16 GB")
     node.feed(e.LoadFailed(0, error))
+    assert node.fatal is error
+
+
+def test_a_flag_that_is_wrong_for_every_shard_ends_the_node_at_once() -> None:
+    world = World(1)
+    (node,) = fleet(world, 1, 3, asked=False, load_s=0.5)
+    world.run_until(lambda: node.core.shard is not None, 5)
+    error = UsageError("--device XPU is not a device of this machine")
+    node.feed(e.LoadFailed(node.core.shard, error))
+    assert node.core.holds
     assert node.fatal is error
 
 

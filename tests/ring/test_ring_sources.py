@@ -9,7 +9,9 @@ from ring_world import profile
 from cascadia_p2p.ring import greeting
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.profile import Times
-from cascadia_p2p.wire.messages import Introduction, RefusalCode
+from cascadia_p2p.shards.manifest import MOST_SOURCES
+from cascadia_p2p.wire.control import MAX_CONTROL_BYTES, MAX_SOURCES
+from cascadia_p2p.wire.messages import Introduction, RefusalCode, encode
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 
@@ -40,6 +42,12 @@ def test_rpc_04_shards_of_two_checkpoints_with_one_fingerprint_are_told_in_full(
     assert refused.code is RefusalCode.MODEL
     assert f"file 2 of 3 of the checkpoint was {B} on pc1/00000000 and {C} on pc2/00000000" in refused.message
     assert "export both from the same checkpoint" in refused.message
+
+
+def test_whatever_can_be_exported_can_be_told() -> None:
+    assert MOST_SOURCES <= MAX_SOURCES
+    greeting = introduction(1, (A,) * MOST_SOURCES)
+    assert len(encode(greeting)) < MAX_CONTROL_BYTES / 2
 
 
 @pytest.mark.parametrize("sample", ["a" * 15, "A" * 16, "g" * 16])

@@ -119,6 +119,19 @@ def test_every_spelling_is_the_same_model_as_its_decoded_weights(
     assert "notes of quantisation" in notes[0]
 
 
+def test_the_layers_of_inkling_small_go_the_same_way(tmp_path: Path) -> None:
+    form = Nvfp4(plain_layers=(2,))
+    for spelling, files in (("A", 30), ("B", 1)):
+        source = make_checkpoint(
+            tmp_path / spelling, "tiny42", spelling=spelling, encoding="BF16", files=files, nvfp4=form
+        )
+        assert export(source, tmp_path / f"out{spelling}", shards=7).split == [6] * 7
+    found = all_tensors(tmp_path / "outA")
+    assert differing(found, all_tensors(tmp_path / "outB")) == set()
+    assert {"layers.1.gate", "layers.41.experts.down"} <= found.keys()
+    assert "layers.2.gate" not in found
+
+
 # --- every misreading must show ----------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import export as export_module
 from cascadia_p2p.shards.export import Progress, export, needed_files
 from cascadia_p2p.shards.manifest import Manifest
-from cascadia_p2p.shards.reader import ShardReader, held_shards
+from cascadia_p2p.shards.reader import ShardReader, held_shards, held_sources
 from cascadia_p2p.shards.safetensors import Checkpoint
 
 RECIPE = Recipe(
@@ -160,6 +161,13 @@ def test_cas_21_a_shard_is_listed_in_full_or_not_at_all(
         ShardReader(tmp_path / "out", 1)
 
 
+def test_a_manifest_without_samples_is_read(tmp_path: Path, spread: Path) -> None:
+    export(spread, tmp_path / "out", split=SPLIT, only=[1])
+    spoil(tmp_path / "out", lambda manifest: manifest.pop("sources"))
+    ShardReader(tmp_path / "out", 1).verify()
+    assert set(held_sources(tmp_path / "out")) <= {""}
+
+
 def test_a_shard_from_another_pc_can_be_laid_beside_the_others(tmp_path: Path, spread: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     export(spread, here, split=SPLIT, only=[0])
@@ -170,6 +178,17 @@ def test_a_shard_from_another_pc_can_be_laid_beside_the_others(tmp_path: Path, s
         reader = ShardReader(here, shard)
         reader.verify()
         assert reader.index == shard
+    manifests = [Manifest.load(directory) for directory in (here, there)]
+    both = [[sample or "" for _, sample in sorted(manifest.sources.items())] for manifest in manifests]
+    assert held_sources(here) == tuple(one or other for one, other in zip(*both, strict=True))
+    assert held_sources(there) == held_sources(here / "shard-02") == tuple(both[1])
+    own = (here / "shard-02" / "manifest.json").read_bytes()
+    shutil.copy(here / "shard-00" / "manifest.json", here / "shard-02")
+    for directory in (here, here / "shard-02"):
+        with pytest.raises(ShardError, match=r"manifest\.json does not list shard 2: copy"):
+            ShardReader(directory, 2)
+    (here / "shard-02" / "manifest.json").write_bytes(own)
+    assert ShardReader(here / "shard-02").index == 2
     (here / "shard-02" / "manifest.json").unlink()
     with pytest.raises(ShardError, match=r"shard-02 has no manifest\.json"):
         ShardReader(here, 2)
@@ -264,6 +283,24 @@ def test_another_selection_keeps_what_was_finished(tmp_path: Path, spread: Path,
     assert tree(out) == tree(whole)
 
 
+def test_shards_that_another_export_finishes_meanwhile_stay_listed(
+    tmp_path: Path, spread: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    right = export_module.FileLock
+
+    def first_another(*args: object, **more: object) -> object:
+        # Between the first look at the directory and the lock.
+        monkeypatch.setattr(export_module, "FileLock", right)
+        export(spread, out, split=SPLIT, only=[0, 2])
+        (out / ".export").mkdir()
+        return right(*args, **more)
+
+    monkeypatch.setattr(export_module, "FileLock", first_another)
+    assert export(spread, out, split=SPLIT, only=[1]).listed == (0, 1, 2)
+    assert tree(out) == tree(whole)
+
+
 def test_exo_23_a_deleted_part_and_a_deleted_file_are_fetched_again(
     tmp_path: Path, spread: Path, whole: Path
 ) -> None:
@@ -341,6 +378,13 @@ def test_the_command_judges_the_shards_before_it_reads(tmp_path: Path) -> None:
             run(tmp_path / "absent", tmp_path / "out", "--shards", "3", f"--only-shards={text}")
 
 
+def noted(out: Path) -> list[str]:
+    """The files that an export under way has noted as finished."""
+    journal = out / ".export" / "journal"
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    return [found[1] for found in (re.match(r'\{"place":"([^"]+)"', line) for line in lines) if found]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     # Large enough that much is left to do when the first file is there.
@@ -354,7 +398,7 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     here = Path(__file__).resolve().parents[2]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
     limit = time.monotonic() + 60.0
-    while not list(out.glob("shard-00/*.weights")) and child.poll() is None:
+    while not noted(out) and child.poll() is None:
         assert time.monotonic() < limit
         time.sleep(0.002)
     child.send_signal(signal.SIGINT)
@@ -363,7 +407,7 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     assert "it goes on where it stopped" in said
     assert "Traceback" not in said
     assert not (out / "manifest.json").exists()
-    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-00/*.weights")}
+    kept = {out / place: (out / place).stat().st_mtime_ns for place in noted(out)}
     assert kept
     again = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=here, check=True)
     assert again.stdout == f"{out / 'manifest.json'}\n"
