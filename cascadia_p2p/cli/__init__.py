@@ -19,6 +19,7 @@ from cascadia_p2p.errors import CascadiaError
 __all__ = ["main"]
 
 COMMANDS: Final = {
+    "pull": "download a small model that is ready to be exported",
     "export": "turn a checkpoint into shards, one directory for each PC",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
