@@ -31,7 +31,11 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
         self._lock = threading.Lock()
-        self._added = inner.get_added_tokens_decoder()
+        added = inner.get_added_tokens_decoder()
+        self.added: Mapping[str, int] = {token.content: id_ for id_, token in added.items()}
+        """The id of every added token, special or not, by its spelling."""
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        """The ids of special tokens, which are never shown."""
         self._pieces: dict[int, bytes] = {}
         self.byte_level = isinstance(inner.decoder, ByteLevel)
         """Whether each token is a string of bytes, so that text is their concatenation."""
@@ -57,26 +61,15 @@ class Tokenizer:
         """Number of token ids, added ones included; the model's padded vocabulary may be larger."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, which are never shown."""
-        return frozenset(id_ for id_, token in self._added.items() if token.special)
-
-    @property
-    def added(self) -> Mapping[str, int]:
-        """The id of every added token, special or not, by its spelling."""
-        return {token.content: id_ for id_, token in self._added.items()}
-
     def special_id(self, name: str) -> int:
         """The id of an added token by its exact spelling, as in `<|endoftext|>`.
 
         Raises:
             ShardError: the tokenizer has no such token.
         """
-        names = self.added
-        if name in names:
-            return names[name]
-        close = difflib.get_close_matches(name, names, n=1)
+        if name in self.added:
+            return self.added[name]
+        close = difflib.get_close_matches(name, self.added, n=1)
         hint = f"; the nearest is '{close[0]}'" if close else ""
         raise ShardError(f"the tokenizer has no special token '{name}'{hint}")
 
