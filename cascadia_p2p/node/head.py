@@ -259,7 +259,7 @@ class HeadService:
     def _finish(self, pending: _Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
         del self._pending[stream.request.stream]
         piece = answer.finish()
-        if piece is not None and pending.request.stream and not pending.cancelled:
+        if piece is not None and pending.request.stream:
             self._outbox.send(pending.route, encode(piece))
         reply = answer.reply(stream, finish)
         self.counts.finished += 1
