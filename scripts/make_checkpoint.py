@@ -6,9 +6,11 @@ import argparse
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.sample.checkpoint import make_checkpoint
+from cascadia_p2p.sample.nvfp4 import Naming, Nvfp4
 from cascadia_p2p.sample.recipe import PRESETS, Recipe, find_recipe
 
 
@@ -21,6 +23,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--spelling", default="B", choices=["A", "B"], help="A: published, B: transformers")
     result.add_argument("--encoding", default="F32", choices=["F32", "BF16", "F16"])
     result.add_argument("--files", type=int, default=1, metavar="N", help="spread over N indexed files")
+    result.add_argument(
+        "--nvfp4",
+        choices=get_args(Naming),
+        help="quantise the experts; the word is that for an expert's own factor in the tensors' names",
+    )
+    result.add_argument(
+        "--two-factors", action="store_true", help="with --nvfp4: one for gate and one for up"
+    )
+    result.add_argument("--plain-layers", default="", metavar="N,N", help="with --nvfp4: left as they are")
     result.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer.json")
     for field in fields(Recipe):
         flag = f"--{field.name.replace('_', '-')}"
@@ -41,6 +52,7 @@ def main() -> int:
     recipe = replace(
         find_recipe(args.preset), **{name: value for name, value in sizes.items() if value is not None}
     )
+    plain = tuple(int(layer) for layer in args.plain_layers.split(",") if layer)
     try:
         make_checkpoint(
             args.out,
@@ -50,6 +62,7 @@ def main() -> int:
             encoding=args.encoding,
             files=args.files,
             tokenizer=not args.no_tokenizer,
+            nvfp4=args.nvfp4 and Nvfp4(args.nvfp4, args.two_factors, plain),
         )
     except (CascadiaError, OSError) as error:
         print(f"make_checkpoint: {error}", file=sys.stderr)

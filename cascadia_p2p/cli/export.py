@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,16 +21,21 @@ from rich.progress import (
 
 from cascadia_p2p.shards.encodings import Encodings, parse_encoding
 from cascadia_p2p.shards.export import Progress as Step
-from cascadia_p2p.shards.export import bytes_in_words, export
+from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
-from cascadia_p2p.shards.split import parse_split, spell_split
+from cascadia_p2p.shards.split import choose_shards, parse_shards, parse_split, spell_split
+
+SAY_EVERY_S = 30.0
+"""Between two lines on progress where there is no terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its arguments."""
     parser.epilog = (
         "Splits a checkpoint into shards of consecutive layers, one directory each. Run again after an "
-        "interruption, it goes on where it stopped."
+        "interruption, it goes on where it stopped. A PC may export only the shards that it will hold "
+        "(--only-shards): it then needs config, tokenizer and index of the checkpoint, and the files that "
+        "--list-files names."
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="directory with config.json and safetensors"
@@ -35,6 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--shards", type=int, metavar="N", help="N shards, of sizes as even as possible")
     how.add_argument("--split", metavar="A,B,...", help="layers of each shard, as in 6,6,4")
+    parser.add_argument(
+        "--only-shards", metavar="I,J,...", help="only these shards, counted from 0 (default: all)"
+    )
+    parser.add_argument(
+        "--list-files", action="store_true", help="print the files of CHECKPOINT that are needed, and stop"
+    )
     for part, what in (
         ("experts", "experts and dense MLPs"),
         ("projections", "attention projections"),
@@ -49,58 +64,125 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export; the manifest's path goes to stdout, everything else to stderr.
+    """Export, or list files; the manifest's path or the list goes to stdout, everything else to stderr.
 
     Raises:
         CascadiaError: as `shards.export.export`.
     """
-    console = Console(stderr=True)
     split = None if args.split is None else parse_split(args.split)
     encodings = Encodings(
         experts=parse_encoding("--experts", args.experts),
         projections=parse_encoding("--projections", args.projections),
         head=parse_encoding("--head", args.head),
     )
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
+    only = None if args.only_shards is None else parse_shards(args.only_shards)
+    if args.list_files:
+        for file in needed_files(args.checkpoint, shards=args.shards, split=split, only=only):
+            print(file)
+        return 0
+    return _export(args, split, only, encodings)
+
+
+def _export(
+    args: argparse.Namespace,
+    split: tuple[int, ...] | None,
+    only: tuple[int, ...] | None,
+    encodings: Encodings,
+) -> int:
+    console = Console(stderr=True)
     try:
-        with bar:
-            task = bar.add_task("reading the checkpoint", total=None)
-
-            def step(now: Step) -> None:
-                bar.update(task, description=now.file, completed=now.done, total=now.total)
-
-            def note(sentence: str) -> None:
-                console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-
+        with _Teller(console) as teller:
             manifest = export(
                 args.checkpoint,
                 args.out,
                 shards=args.shards,
                 split=split,
+                only=only,
                 encodings=encodings,
-                progress=step,
-                note=note,
+                progress=teller.step,
+                note=teller.note,
             )
     except KeyboardInterrupt:
         console.print("stopped: run the same command again, it goes on where it stopped", soft_wrap=True)
         return 130
-    console.print(_summary(manifest, args.out), markup=False, highlight=False, soft_wrap=True)
+    console.print(_summary(manifest, args.out, only), markup=False, highlight=False, soft_wrap=True)
     print(args.out / MANIFEST)
     return 0
 
 
-def _summary(manifest: Manifest, out: Path) -> str:
-    total = bytes_in_words(sum(entry.size for entry in manifest.files.values()))
-    layers = f"{manifest.layers} layers in {manifest.shards} shards of {spell_split(tuple(manifest.split))}"
-    return (
-        f"{layers}; {total}. Copy one directory of {out} to each PC and run there: "
-        "cascadia-p2p join --model DIRECTORY"
+class _Teller:
+    """Shows how far the export is and how long is left: a bar at a terminal, elsewhere a line at times."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("reading the checkpoint", total=None)
+        self._told_at: float | None = None
+
+    def step(self, now: Step) -> None:
+        """Something was written."""
+        # Speed and time left are counted from the first step on: what an earlier run wrote took no time.
+        tell = self._bar.reset if self._told_at is None else self._bar.update
+        tell(self._task, description=now.file, completed=now.done, total=now.total)
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+        elif not self._console.is_terminal and time.monotonic() - self._told_at >= SAY_EVERY_S:
+            self._told_at = time.monotonic()
+            task = self._bar.tasks[0]
+            self.note(
+                f"{now.file}: {bytes_in_words(now.done)} of {bytes_in_words(now.total)}, "
+                f"{bytes_in_words(int(task.speed or 0.0))}/s, {_time_in_words(task.time_remaining)} left"
+            )
+
+    def note(self, sentence: str) -> None:
+        """Say a sentence."""
+        self._console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+
+def _time_in_words(seconds: float | None) -> str:
+    if seconds is None:
+        return "an unknown time"
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return "less than a minute"
+    return f"about {minutes} min" if minutes < 60 else f"about {minutes // 60} h {minutes % 60} min"
+
+
+def _summary(manifest: Manifest, out: Path, only: Sequence[int] | None) -> str:
+    shards = choose_shards(only, manifest.shards)
+    size = bytes_in_words(
+        sum(manifest.entry(i, name).size for i in shards for name in manifest.expected_files(i))
     )
+    if only is None:
+        layers = (
+            f"{manifest.layers} layers in {manifest.shards} shards of {spell_split(tuple(manifest.split))}"
+        )
+        return (
+            f"{layers}; {size}. Copy one directory of {out} to each PC and run there: "
+            "cascadia-p2p join --model DIRECTORY"
+        )
+    parts = ", ".join(
+        f"shard {shard} of {manifest.shards} with {_layers(manifest.layers_of(shard))}" for shard in shards
+    )
+    return f"{parts}; {size}. Run on this PC: cascadia-p2p join --model {out}"
+
+
+def _layers(layers: range) -> str:
+    return f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"

@@ -14,7 +14,7 @@ from rich.table import Table
 from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
-from cascadia_p2p.errors import UnreachableError, WireError
+from cascadia_p2p.errors import RequestError, UnreachableError, WireError
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.types import Endpoint
 
@@ -63,9 +63,10 @@ def _ask(config: Config) -> dict[str, JsonValue]:
 def _ask_endpoint(endpoint: Endpoint) -> dict[str, JsonValue]:
     """A head's client port, or any node's control port."""
     try:
-        return asyncio.run(ask_node(endpoint, 1.0))
-    except UnreachableError:
         return _ask_head(endpoint)
+    except RequestError:
+        # So a control port answers what clients ask.
+        return asyncio.run(ask_node(endpoint, ANSWER_S))
 
 
 def _ask_head(endpoint: Endpoint) -> dict[str, JsonValue]:
@@ -85,6 +86,9 @@ def _show(body: dict[str, JsonValue]) -> None:
         console.print(f"waiting for {body['waiting_for']}", markup=False)
     if body.get("paused"):
         console.print(f"no new requests start: {body['paused']}", markup=False)
+    served = [str(node["client"]) for node in _rows(body, "nodes") if node.get("client")]
+    if served:
+        console.print(f"clients are served at {', '.join(served)}", markup=False)
     console.print(_nodes(body))
     requests = body.get("requests")
     if isinstance(requests, dict):

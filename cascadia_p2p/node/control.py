@@ -29,6 +29,8 @@ MAX_ACCEPTED: Final = 4096
 FORGET_AFTER_S: Final = 60.0
 """An address that was only hinted at and never answered is dropped; a new hint dials it again."""
 
+GREET_AGAIN_S: Final = 1.0
+
 _log = structlog.get_logger()
 
 
@@ -71,6 +73,7 @@ class ControlPlane:
         server: this node's bound ROUTER; closed by `close`.
         greeting: the message that a fresh connection begins with.
         emit: takes events of the ring machine.
+        watch: told of every task that has ended, by its failure too.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class ControlPlane:
         server: ControlServer,
         greeting: Callable[[], Greeting],
         emit: Callable[[Event], None],
+        watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._network = network
         self._server = server
         self._greeting = greeting
         self._emit = emit
+        self._watch = watch
         self._numbers = itertools.count(1)
         self._dialled: dict[int, _Dialled] = {}
         self._accepted: OrderedDict[bytes, _Accepted] = OrderedDict()
@@ -97,6 +102,7 @@ class ControlPlane:
     def start(self) -> None:
         """Take messages from now on."""
         self._serving = asyncio.create_task(self._serve(), name="control-server")
+        self._serving.add_done_callback(self._watch)
 
     def dial(self, endpoint: Endpoint, *, lasting: bool = False) -> None:
         """Keep a connection to this address, unless there is one; a lasting one is never given up."""
@@ -109,6 +115,7 @@ class ControlPlane:
         dialled = _Dialled(next(self._numbers), endpoint, lasting)
         self._dialled[dialled.link] = dialled
         dialled.task = asyncio.create_task(self._keep(dialled), name=f"dial-{endpoint}")
+        dialled.task.add_done_callback(self._watch)
 
     def route(self, link: int, node: NodeId, instance: Instance) -> None:
         """From now on `link` leads to this node."""
@@ -248,17 +255,27 @@ class ControlPlane:
             self._unroute(dialled.link)
             self._dialled.pop(dialled.link, None)
 
+    async def _next(self, dialled: _Dialled, dialer: ControlDialer) -> bytes | Dial:
+        """What comes next; the greeting is repeated until the peer has answered it."""
+        while dialer.connected and dialled.owner is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GREET_AGAIN_S):
+                    return await dialer.receive()
+            dialer.send(encode(self._greeting()))
+        return await dialer.receive()
+
     async def _listen(self, dialled: _Dialled, dialer: ControlDialer) -> bool:
         """Take what comes over one socket; False when the address is to be forgotten."""
         loop = asyncio.get_running_loop()
         while True:
-            happened = await dialer.receive()
+            happened = await self._next(dialled, dialer)
             if isinstance(happened, bytes):
                 self._take(happened, dialled.link, str(dialled.endpoint))
                 continue
             owner = dialled.owner
             if happened is Dial.CONNECTED:
                 dialled.idle_since = loop.time()
+                dialled.owner = None
                 dialer.send(encode(self._greeting()))
                 continue
             if happened is Dial.HANDSHAKE_FAILED:

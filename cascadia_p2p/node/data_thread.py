@@ -29,6 +29,7 @@ from cascadia_p2p.wire.frames import (
     encode_header,
     record_table,
 )
+from cascadia_p2p.wire.model import MAX_COUNT
 
 SEND_WAIT_MS: Final = 20
 PROBE_WAIT_MS: Final = 50
@@ -238,6 +239,10 @@ class DataThread:
         return fits
 
     def _take_probe(self, seat: Seat, frame: Frame) -> None:
+        if frame.number > MAX_COUNT:
+            # No head of ours counts so far, and beats could not carry it.
+            self.counters.dropped[Drop.PLACE] += 1
+            return
         self.counters.probe_seen = frame.number
         self.counters.progress += 1
         if seat.head:

@@ -94,6 +94,7 @@ class HeadService:
         status: what a status request is answered with.
         missing: shards that nobody serves, now.
         queue_wait_s: longest wait for a slot, in seconds.
+        watch: told of every task that has ended, by its failure too.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class HeadService:
         status: Callable[[], StatusBody],
         missing: Callable[[], Sequence[int]],
         queue_wait_s: float,
+        watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._server = server
         self._desk = desk
@@ -114,6 +116,7 @@ class HeadService:
         self._status = status
         self._missing = missing
         self._queue_wait_s = queue_wait_s
+        self._watch = watch
         self._numbers = itertools.count(1)
         self._pending: dict[StreamId, _Pending] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,6 +138,8 @@ class HeadService:
             asyncio.create_task(self._serve(), name="clients"),
             asyncio.create_task(self._expire(), name="queue-limit"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._watch)
 
     async def close(self, reason: str) -> None:
         """Answer everybody who still waits, then unbind."""

@@ -85,7 +85,7 @@ class Node:
         profile = places.profile(config)
         self._profile = profile
         self._machine = RingMachine(profile, time.monotonic(), self._times)
-        # The loop hears of tokens only once the next frame is on its way: waking it earlier delays that frame.
+        # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
         deliver = self._from_data_thread(self._deliver)
         self._conductor = HeadConductor(
             Scheduler(Policy(queue_limit=config.queue)),
@@ -94,7 +94,11 @@ class Node:
         self._candidates: dict[Endpoint, Candidate] = {}
         self._worker = Worker(places, config, self._conductor, self._from_data_thread(self._handle), loaded)
         self._plane = ControlPlane(
-            places.network, places.control, lambda: self._machine.greeting(time.monotonic()), self._handle
+            places.network,
+            places.control,
+            lambda: self._machine.greeting(time.monotonic()),
+            self._handle,
+            self._watch_task,
         )
         self._discovery = Discovery(
             config.fleet,
@@ -145,6 +149,9 @@ class Node:
     def status(self) -> StatusBody:
         """What `status` shows: the machine's view, and what this node counted itself."""
         body: StatusBody = dict(self._machine.snapshot(time.monotonic()))
+        dropped = body["dropped"]
+        if isinstance(dropped, dict):
+            body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["data_thread"] = self._worker.report()
@@ -317,6 +324,7 @@ class Node:
             status=self.status,
             missing=self._missing,
             queue_wait_s=self._config.limits.queue_wait_s,
+            watch=self._watch_task,
         )
         self._head.start()
         where = ", ".join(endpoint.tcp for endpoint in server.endpoints)

@@ -13,18 +13,32 @@ from pathlib import Path
 from cascadia_p2p import __version__
 from cascadia_p2p.config import Config, find_model
 from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces
+from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.node.answers import ModelFacts
 from cascadia_p2p.ring.profile import NodeProfile
 from cascadia_p2p.shards.manifest import Manifest, shard_directory
-from cascadia_p2p.shards.reader import held_shards
+from cascadia_p2p.shards.reader import held_shards, held_sources
 from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Promise
+from cascadia_p2p.wire.messages import ErrorReply, encode
+
+_WRONG_PORT = encode(
+    ErrorReply.of(
+        RequestError(
+            ErrorCode.BAD_REQUEST,
+            "this is a node's control port: send requests to the head node's client port, "
+            f"{Config.model_fields['client_port'].default} unless it was moved; 'cascadia-p2p status "
+            "--endpoint' with this address shows where that is",
+        )
+    )
+)
+"""What a client is told that found the wrong port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +134,7 @@ class Places:
         with contextlib.ExitStack() as stack:
             identity = stack.enter_context(Identity.open(config.state_root))
             network = stack.enter_context(Network())
-            control = ControlServer(network, address.ip, config.port)
+            control = ControlServer(network, address.ip, config.port, client_answer=_WRONG_PORT)
             stack.callback(control.close)
             transport = DataTransport(network)
             receiver = transport.bind(
@@ -147,6 +161,7 @@ class Places:
             fleet=config.fleet,
             model=self.model.name,
             fingerprint=manifest.fingerprint,
+            sources=held_sources(self.model.directory),
             shards=manifest.shards,
             layers=manifest.layers,
             hidden=self.model.config.hidden,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from cascadia_p2p.types import Epoch, Promise
 from cascadia_p2p.wire.frames import FrameLimits
 
 JOIN_S = 30.0
+TELL_S = 5.0
+"""Between two lines that say how far loading is, in seconds."""
 
 _log = structlog.get_logger()
 
@@ -82,6 +85,7 @@ class Worker:
         self._wanted: int | None = None
         self.loaded = loaded
         self._stopping = threading.Event()
+        self._told_at = time.monotonic()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -159,6 +163,9 @@ class Worker:
     def _report_load(self, shard: int, share: float) -> None:
         if self._stopping.is_set() or self._wanted != shard:
             raise _GivenUpError
+        if time.monotonic() - self._told_at >= TELL_S:
+            self._told_at = time.monotonic()
+            _log.info("load_progress", message=f"shard {shard} is loaded to {share:.0%}", shard=shard)
         self._emit(events.LoadProgress(shard, share))
 
     # --- epochs -------------------------------------------------------------------------------------------

@@ -88,8 +88,10 @@ def assign(
     for shard in range(shards):
         if shard in matched:
             continue
-        chain = _chain(shard, nodes, matched, move=shard in movable)
-        for moved_to, node in chain:
+        for moved_to, node in _chain(shard, nodes, matched, changes, move=shard in movable):
+            left = nodes[node].shard
+            if left is not None and matched.get(left) == node:
+                matched[left] = _other(left, node, nodes, changes) or node
             matched[moved_to] = node
             changes[node] = moved_to
     for node, holder in nodes.items():
@@ -99,9 +101,14 @@ def assign(
 
 
 def _chain(
-    shard: int, nodes: Mapping[NodeId, Holder], matched: Mapping[int, NodeId], *, move: bool
+    shard: int,
+    nodes: Mapping[NodeId, Holder],
+    matched: Mapping[int, NodeId],
+    changes: Mapping[NodeId, int],
+    *,
+    move: bool,
 ) -> list[tuple[int, NodeId]]:
-    """The shortest chain of (shard, node that takes it) that covers `shard` and uncovers none; []."""
+    """The shortest chain of (shard, node that takes it) that covers `shard` and uncovers none; else []."""
     place = {node: index for index, node in matched.items()}
     order = sorted(
         nodes.values(),
@@ -118,10 +125,18 @@ def _chain(
             if holder.shard is not None and not move:
                 continue
             came[node] = (wanted, giver)
-            if node not in place:
+            if node not in place or _other(place[node], node, nodes, changes) is not None:
                 return _trace(node, came)
             queue.append((place[node], node))
     return []
+
+
+def _other(
+    shard: int, leaver: NodeId, nodes: Mapping[NodeId, Holder], changes: Mapping[NodeId, int]
+) -> NodeId | None:
+    """Another node that claims the shard and stays with it."""
+    found = (n for n, holder in nodes.items() if n != leaver and n not in changes and holder.shard == shard)
+    return next(found, None)
 
 
 def _trace(node: NodeId, came: Mapping[NodeId, tuple[int, NodeId | None]]) -> list[tuple[int, NodeId]]:

@@ -39,8 +39,8 @@ from cascadia_p2p.wire.messages import (
     Welcome,
 )
 
-MAX_COUNTER: Final = 1 << 62
-"""Epoch counters stay below; a report beyond is not believed, so that nobody can use the numbers up."""
+MAX_JUMP: Final = 1 << 32
+"""An epoch counter further ahead than this is not believed, so that nobody can use the numbers up."""
 
 _MAX_USED: Final = 512
 
@@ -222,7 +222,8 @@ class Core:
         own = self.profile
         return {
             "node": own.node, "instance": own.instance, "software": own.software, "fleet": own.fleet,
-            "host": own.host, "fingerprint": own.fingerprint, "model": own.model, "shards": own.shards,
+            "host": own.host, "fingerprint": own.fingerprint, "sources": own.sources, "model": own.model,
+            "shards": own.shards,
             "layers": own.layers, "hidden": own.hidden, "holds": self.holds, "claim": self.claim(),
             "promise": own.promise, "control": own.control, "data": own.data, "client": self._client(),
             "epoch": self.counter, "ring": self.seat.epoch if self.seat else None,

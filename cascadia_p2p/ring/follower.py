@@ -11,7 +11,7 @@ head says, for longer than messages can be under way, that it is in another epoc
 from __future__ import annotations
 
 from cascadia_p2p.ring.actions import OpenRing
-from cascadia_p2p.ring.core import MAX_COUNTER, Core, Seat
+from cascadia_p2p.ring.core import MAX_JUMP, Core, Seat
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.types import Epoch
 from cascadia_p2p.wire.messages import Beat, ClaimState, Close, Form, Open, Ready, Reject
@@ -154,8 +154,8 @@ class Follower:
             return f"{core.label} is itself the head of epoch {seat.epoch}"
         if seat is not None and seat.head.instance != peer.instance:
             return f"{core.label} is in epoch {seat.epoch} of {core.name(seat.head.node)}, which is alive"
-        if form.epoch.counter >= MAX_COUNTER:
-            return f"epoch {form.epoch} is out of range"
+        if form.epoch.counter > core.counter + MAX_JUMP:
+            return f"epoch {form.epoch} is too far beyond {core.counter}, which {core.label} has accepted"
         if form.epoch.counter <= core.counter:
             return f"epoch {form.epoch} is not newer than {core.counter}, which {core.label} has accepted"
         return self._misfit(form)

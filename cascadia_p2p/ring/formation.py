@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from cascadia_p2p.ring.claims import ranked
-from cascadia_p2p.ring.core import MAX_COUNTER, Core
+from cascadia_p2p.ring.core import MAX_JUMP, Core
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.ring.watch import HopWatch
 from cascadia_p2p.types import Epoch, NodeId, Promise
@@ -60,7 +60,7 @@ class Attempt:
 
 def next_epoch(core: Core) -> Epoch:
     """An epoch above all that anybody has reported."""
-    reported = [peer.counter for peer in core.peers if peer.counter < MAX_COUNTER]
+    reported = [peer.counter for peer in core.peers if peer.counter <= core.counter + MAX_JUMP]
     return Epoch(max([core.counter, *reported]) + 1, core.instance)
 
 
@@ -103,7 +103,7 @@ def _is_free(core: Core, peer: Peer, shard: int) -> bool:
 
 
 def _words(core: Core, missing: list[int]) -> str:
-    """`shards 3 and 5 (nobody here holds them), shard 7 (b/… is loading it)`."""
+    """`shards 3 and 5 (held by nobody here), shard 7 (b/… is loading it)`."""
     reasons: dict[str, list[int]] = {}
     for shard in missing:
         reasons.setdefault(_why(core, shard), []).append(shard)
@@ -141,8 +141,8 @@ def _why(core: Core, shard: int) -> str:
         best = max(claimants, key=lambda peer: (peer.claim.state.rank, peer.node))
         return f"{best.label} {_VERBS[best.claim.state]}"
     if any(shard in peer.holds for peer in core.peers) or shard in core.holds:
-        return "nobody has loaded it yet"
-    return "nobody here holds it"
+        return "loaded by nobody yet"
+    return "held by nobody here"
 
 
 _VERBS = {

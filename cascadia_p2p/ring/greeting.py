@@ -7,7 +7,8 @@ The rules, in the order in which they are checked:
    wire.
 3. The same fleet: two fleets on one network live beside each other.
 4. Another node id: the same id from a second living instance is a copied state directory.
-5. The same number of shards, the same fingerprint (it covers weights, split, encodings and tokenizer).
+5. The same number of shards, the same fingerprint (config, source index, split, encodings, tokenizer), and
+   the same sample of every file of the checkpoint that the shards of both were read from.
 """
 
 from __future__ import annotations
@@ -139,4 +140,11 @@ def _fault(own: Introduction, other: Introduction) -> tuple[RefusalCode, str] | 
             f"'{other.model}' with {other.fingerprint[:16]}: weights, split, encodings or tokenizer differ, "
             "and one ring needs one export; copy the shards of the same export, or use another --fleet"
         )
+    for number, (mine, theirs) in enumerate(zip(own.sources, other.sources, strict=False), 1):
+        if mine and theirs and mine != theirs:
+            return RefusalCode.MODEL, (
+                f"{here} and {there} hold '{own.model}' of one config but of other weights: file {number} of "
+                f"{len(own.sources)} of the checkpoint was {mine} on {here} and {theirs} on {there}; export "
+                "both from the same checkpoint, or use another --fleet"
+            )
     return None

@@ -4,7 +4,7 @@ Candidate is the node whose loaded claim on shard 0 goes first among those that 
 soon as live loaded nodes cover every shard, and says which shards are missing, in words, when they do not
 (on change, and every ten seconds). The members of one formation are fixed; what goes wrong with any of them
 ends the epoch, and a new epoch is formed: at once after a ring that was stable, else after a back-off that
-grows and is jittered by node id, so that two candidates do not meet again and again.
+grows and is jittered by instance, so that two candidates do not meet again and again.
 
 FORM is repeated until READY, OPEN until the member's State says `serving`: either may be lost with a
 connection. Whoever is not READY in time is named, and is the last choice for its shard for a while (never

@@ -205,12 +205,13 @@ class RingMachine:
         peer = core.peers.get(message.node, message.instance)
         if peer is None:
             self.ignored += 1
-            if not core.peers.is_buried(message.instance) and message.instance != core.instance:
+            if not core.peers.is_buried(message.instance, core.now) and message.instance != core.instance:
                 self._meeting.greet_unknown(message.node, link)
             return
         core.peers.hear(peer, core.now)
         match message:
             case State():
+                self._meeting.accepted()
                 core.dirty |= peer.update(message, core.now)
             case Assign():
                 self._assigner.on_assign(message)
@@ -230,7 +231,7 @@ class RingMachine:
                 beaten = self._head if core.heads else self._follower
                 beaten.on_beat(message, peer)
             case Bye():
-                core.peers.bury(peer.instance)
+                core.peers.bury(peer.instance, core.now + core.times.departed)
                 core.drop(peer, redial=False)
                 self._on_gone(peer, f"{peer.label} left: {message.reason}")
 
@@ -370,8 +371,16 @@ class RingMachine:
                 shard=core.shard or 0,
             )
 
+    def _being_loaded(self, shards: tuple[int, ...]) -> bool:
+        """Whether each of these shards is being loaded by somebody."""
+        best = self._core.winners()
+        return all(shard in best and best[shard].state is ClaimState.LOADING for shard in shards)
+
     def _tell_waiting(self) -> None:
-        """Say what a ring still lacks: when that has changed and lasts, and every `Times.remind` seconds."""
+        """Say what a ring still lacks: when that has changed and lasts, and every `Times.remind` seconds.
+
+        While all that is missing is being loaded, only the reminders: loading ends by itself.
+        """
         core = self._core
         elsewhere = any(peer.claim.state is ClaimState.SERVING for peer in core.peers)
         if core.seat is not None or core.shard is None or elsewhere:
@@ -380,7 +389,8 @@ class RingMachine:
         chosen = plan(core)
         if chosen.words != self._gap_since[0]:
             self._gap_since = (chosen.words, core.now)
-        if chosen.words and core.now - self._gap_since[1] >= core.times.candidate:
+        patience = core.times.remind if self._being_loaded(chosen.missing) else core.times.candidate
+        if chosen.words and core.now - self._gap_since[1] >= patience:
             core.say_seldom(
                 "waiting",
                 "info",

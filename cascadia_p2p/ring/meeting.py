@@ -1,6 +1,6 @@
 """Meeting other nodes: answer greetings, admit who suits, refuse who does not, in words on both consoles.
 
-A refusal ends this process only when this node is a newcomer (it has never met a node that suits), the other
+A refusal ends this process only when this node is a newcomer (no other has ever taken it in), the other
 node's ring is open, and the reason is the version or the model; or the identity, when that lasts for
 `Times.clone`, since a restarted node is taken for a copy until its former run is seen to have ended. Any
 other refusal is a warning, said again only after a while, and the address is dialled again.
@@ -55,7 +55,7 @@ class Meeting:
         core = self._core
         own = core.introduction()
         if is_self(own, intro):
-            core.act(Abandon(link))
+            core.act(Answer(link, core.welcome()) if isinstance(intro, Greeting) else Abandon(link))
             return
         fault = check(own, intro, serving=core.serving)
         if fault is not None:
@@ -79,6 +79,9 @@ class Meeting:
         if message.node == core.node and message.instance == core.instance:
             return
         core.act(Retry(link, self._delay(message.code)))
+        peer = core.peers.get(message.node, message.instance)
+        if peer is not None and message.code is not RefusalCode.MALFORMED and core.seat is None:
+            core.drop(peer, redial=False)
         core.say_seldom(
             f"refused by {message.node} {message.code}",
             "info" if message.code is RefusalCode.FLEET else "warning",
@@ -111,6 +114,10 @@ class Meeting:
         answer = refusal(core.introduction(), RefusalCode.MALFORMED, sentence, serving=core.serving)
         core.act(Answer(link, answer))
 
+    def accepted(self) -> None:
+        """Another node has taken this one in: it is no newcomer any more."""
+        self._met_anyone, self._identity_since = True, None
+
     def greet_unknown(self, node: str, link: int) -> None:
         """A node speaks that this one does not know (any more): introduce this one again, seldom."""
         if self._core.seldom(f"unknown {node}", self._core.times.state):
@@ -120,7 +127,8 @@ class Meeting:
 
     def _admitted(self, own: Introduction, intro: Introduction, outcome: Admission, link: int) -> None:
         core = self._core
-        self._met_anyone, self._identity_since = True, None
+        if not isinstance(intro, Greeting):
+            self.accepted()
         core.dirty = True
         core.addresses.met(intro.control)
         for endpoint in intro.peers:

@@ -5,7 +5,8 @@
   speaks, the newer one is refused: it is a copied state directory, and a newcomer never evicts a living
   node. A restarted node is dialled again after half a second, so a restart that nobody saw end costs that
   much at most.
-- A replaced or departed instance is buried: nothing it says later counts.
+- A replaced instance is buried: nothing it says later counts. One that said goodbye is not listened to for a
+  while, so that what was still under way does not bring it back.
 - Silence makes a peer suspect, then gone. Nothing else does: no single lost message, no word of a third node.
 - A node that was itself stalled (a gap between its ticks) judges nobody for one silence period: what it did
   not hear may lie in its own buffers. To stay useful on a machine that always stalls, it grants this three
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -115,7 +117,7 @@ class Membership:
     def __init__(self, times: Times, now: float) -> None:
         self._times = times
         self._peers: dict[NodeId, Peer] = {}
-        self._buried: OrderedDict[Instance, None] = OrderedDict()
+        self._buried: OrderedDict[Instance, float] = OrderedDict()
         self._grants: deque[float] = deque(maxlen=_GRANTS)
         self.grace_from = now
         """Nobody was silent before this instant."""
@@ -133,13 +135,13 @@ class Membership:
         peer = self._peers.get(node)
         return peer if peer is not None and instance in (None, peer.instance) else None
 
-    def is_buried(self, instance: Instance) -> bool:
-        """Whether that instance was replaced or has left."""
-        return instance in self._buried
+    def is_buried(self, instance: Instance, now: float) -> bool:
+        """Whether that instance was replaced or has just left."""
+        return now < self._buried.get(instance, -math.inf)
 
     def admit(self, intro: Introduction, now: float) -> Admission:
         """Take in a node that suits; what came of it."""
-        if intro.instance in self._buried:
+        if self.is_buried(intro.instance, now):
             return Admission.BURIED
         known = self._peers.get(intro.node)
         if known is None:
@@ -177,9 +179,9 @@ class Membership:
         peer.heard = now
         peer.lost_at = peer.refused_at = None
 
-    def bury(self, instance: Instance) -> None:
-        """Never listen to that instance again."""
-        self._buried[instance] = None
+    def bury(self, instance: Instance, until: float = math.inf) -> None:
+        """Do not listen to that instance, for ever or until then."""
+        self._buried[instance] = until
         if len(self._buried) > MAX_BURIED:
             self._buried.popitem(last=False)
 

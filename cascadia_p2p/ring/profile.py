@@ -20,6 +20,7 @@ class NodeProfile:
         fleet: only nodes of one fleet join.
         model: the model's name, for people.
         fingerprint: 64 hex digits over config, source index, split, encodings and tokenizer.
+        sources: samples of the checkpoint's files as introductions hold them.
         shards: shards that the model is split into.
         layers, hidden: size of the model.
         holds: shards whose files are here.
@@ -52,6 +53,7 @@ class NodeProfile:
     device: str
     pid: int
     shard: int | None = None
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         held = ", ".join(map(str, sorted(self.holds)))
@@ -97,6 +99,7 @@ class Times:
         resend: before FORM or OPEN is repeated.
         probe: between two probe frames; probe_name: before the silent hop is named; probe_limit: before
             giving up.
+        departed: an instance that said goodbye is not listened to for so long.
         strange: a member that says it is in another epoch for so long has left this one.
         reassign: a shard stays without a node for so long before a loaded node is moved to it.
         candidate: the best holder of shard 0 for so long serves clients, with or without a ring.
@@ -129,6 +132,7 @@ class Times:
     probe: float = 0.25
     probe_name: float = 2.0
     probe_limit: float = 6.0
+    departed: float = 10.0
     strange: float = 1.5
     reassign: float = 3.0
     candidate: float = 0.5

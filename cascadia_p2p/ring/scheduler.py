@@ -347,7 +347,7 @@ class Scheduler:
     def _retire(self, stream: Stream) -> None:
         """Take a stream out of its slot; its release goes out before the slot's next start.
 
-        A start that has not gone out is taken back, so that a frame never has more than two operations a slot.
+        A start that has not gone out is taken back: a frame has at most two operations a slot.
         """
         del self._running[stream.request.stream]
         self._turns.remove(stream.request.stream)

@@ -12,6 +12,10 @@ from cascadia_p2p.sample.tokenizer import BYTES, special_tokens
 CLASSES = 8
 """Leading columns of the residual that tell a token's class; layers read them and never write them."""
 
+VISION = {"hidden_size": 8, "n_layers": 1, "num_attention_heads": 2, "patch_size": 2}
+AUDIO = {"n_mel_bins": 4, "mel_vocab_size": 4}
+"""Configs of the parts beside the text model, as small as the reference accepts; nothing here reads them."""
+
 _SPECIAL = special_tokens(BYTES + 16)
 END_OF_TEXT = _SPECIAL["<|endoftext|>"]
 END_SAMPLING = _SPECIAL["<|content_model_end_sampling|>"]
@@ -117,14 +121,23 @@ class Recipe:
             "dense_intermediate_size": self.dense_width,
             "sconv_kernel_size": 4,
             "model_max_length": self.context,
+            "q_bias": False,
+            "o_bias": False,
+            "use_sconv": True,
+            "use_embed_norm": True,
+            "use_gate_bias": True,
+            "use_global_scale": True,
+            "gate_activation": "sigmoid",
+            "norm_after_topk": True,
+            "shared_expert_sink": True,
+            "final_logit_softcapping": None,
         }
         return {
             "architectures": ["InklingForConditionalGeneration"],
             "model_type": "inkling_mm_model",
             "text_config": text,
-            # As small as the reference accepts; nothing here reads them.
-            "vision_config": {"hidden_size": 8, "n_layers": 1, "num_attention_heads": 2, "patch_size": 2},
-            "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 4},
+            "vision_config": VISION,
+            "audio_config": AUDIO,
             "mtp_config": {"num_nextn_predict_layers": 1},
         }
 
@@ -135,13 +148,14 @@ PRESETS = {
     recipe.name: recipe
     for recipe in (
         Recipe("tiny66", layers=66, window=32, extent=64),
+        Recipe("tiny42", layers=42, sliding_kv_heads=2),
         _TINY12,
         replace(_TINY12, name="tiny12-log", log_scaling_floor=12, log_scaling_alpha=0.4),
         replace(_TINY12, name="tiny12-heads", sliding_heads=6, sliding_kv_heads=3, sliding_head_dim=8),
         replace(_TINY12, name="tiny12-noeos", eos=()),
     )
 }
-"""Ready sizes by name: 66 layers for eleven nodes of six, and twelve layers in several variants."""
+"""Ready sizes by name: the layers of both published models, and twelve layers in several variants."""
 
 
 def find_recipe(name: str) -> Recipe:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cascadia_p2p.errors import CapacityError, CascadiaError, UsageError
+from cascadia_p2p.errors import CapacityError, CascadiaError, CheckpointError, UsageError
 from cascadia_p2p.models.family import SourceModel, read_source
 from cascadia_p2p.models.layout import TensorPlan, names_in_words
 from cascadia_p2p.shards.encodings import Encodings
@@ -22,17 +22,20 @@ from cascadia_p2p.shards.manifest import (
     EMBED,
     HEAD,
     MANIFEST,
+    MOST_SOURCES,
     TABLE,
     TOKENIZER_FILES,
     FileEntry,
     Manifest,
     ShardTable,
+    differing_source,
     layer_file,
     shard_directory,
 )
 from cascadia_p2p.shards.placement import Placed, check_source, copy, place
-from cascadia_p2p.shards.safetensors import Checkpoint, read_json_object
-from cascadia_p2p.shards.split import check_split, even_split
+from cascadia_p2p.shards.safetensors import read_json_object
+from cascadia_p2p.shards.source import SafetensorsSource, Source
+from cascadia_p2p.shards.split import check_split, choose_shards, even_split
 
 _WORK = ".export"
 _SPARE_BYTES = 16 * 2**20
@@ -59,12 +62,19 @@ class _Work:
 
     shard: int
     name: str
-    placed: tuple[Placed, ...]
-    size: int
+    plans: tuple[TensorPlan, ...]
 
     @property
     def path(self) -> str:
         return f"{shard_directory(self.shard)}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _PlacedWork(_Work):
+    """The same, when it is known where each tensor will lie."""
+
+    placed: tuple[Placed, ...]
+    size: int
 
 
 def export(
@@ -73,6 +83,7 @@ def export(
     *,
     shards: int | None = None,
     split: Sequence[int] | None = None,
+    only: Sequence[int] | None = None,
     encodings: Encodings | None = None,
     progress: Callable[[Progress], None] | None = None,
     note: Callable[[str], None] | None = None,
@@ -81,13 +92,15 @@ def export(
 
     Run again with the same arguments after an interruption it goes on with the file it stopped at, and
     the result is the same to the byte. A directory that is already complete is left as it is; files
-    that are missing there are written again.
+    that are missing there are written again. Shards that are added later join those that are there, and a
+    shard's directory is the same to the byte however many are exported with it, and wherever.
 
     Args:
         checkpoint: directory with `config.json` and safetensors files.
         out: directory to write; made if absent.
         shards: this many, of sizes as even as possible. Either this or `split`.
         split: layers of each shard.
+        only: indexes of the shards to write; only the files that hold their tensors have to be there.
         encodings: stored forms; None is float32 throughout.
         progress: told after every piece.
         note: told, in a sentence each, what of the checkpoint is left out.
@@ -99,26 +112,55 @@ def export(
         CascadiaError: `out` can not be written.
     """
     note = note or _silent
-    with Checkpoint(checkpoint) as source:
+    with SafetensorsSource(checkpoint) as source:
         model = _read_model(source)
         sizes = _decide_split(model, shards, split)
-        for plan in model.layout.tensors():
+        chosen = choose_shards(only, len(sizes))
+        plans = [plan for work in _plan_work(model, sizes, chosen) for plan in work.plans]
+        source.require(_sources(plans))
+        for plan in plans:
             check_source(plan, source)
         _note_rest(model, note)
         try:
-            task = _Task(source, model, sizes, encodings or Encodings())
+            task = _Task(source, model, sizes, encodings or Encodings(), chosen)
             return task.run(out, progress or _silent)
         except OSError as error:
             raise _in_words(error, out) from error
 
 
+def needed_files(
+    checkpoint: Path,
+    *,
+    shards: int | None = None,
+    split: Sequence[int] | None = None,
+    only: Sequence[int] | None = None,
+) -> tuple[str, ...]:
+    """The names of the files that `export` would read tensors from, sorted; none of them has to be there yet.
+
+    Args:
+        checkpoint: directory with `config.json` and the index.
+        shards: as of `export`.
+        split: as of `export`.
+        only: as of `export`.
+
+    Raises:
+        CheckpointError: the checkpoint is not what it should be.
+        UsageError: the split does not fit the model.
+    """
+    with SafetensorsSource(checkpoint) as source:
+        model = _read_model(source)
+        sizes = _decide_split(model, shards, split)
+        work = _plan_work(model, sizes, choose_shards(only, len(sizes)))
+        return tuple(sorted(source.files_of(_sources([plan for part in work for plan in part.plans]))))
+
+
 class _Meter:
     """Adds up what is written and tells it."""
 
-    def __init__(self, total: int, tell: Callable[[Progress], None]) -> None:
+    def __init__(self, total: int, done: int, tell: Callable[[Progress], None]) -> None:
         self._total = total
         self._tell = tell
-        self._done = 0
+        self._done = done
         self._within = 0
 
     def step(self, place_of_file: str, nbytes: int) -> None:
@@ -138,42 +180,68 @@ class _Task:
 
     def __init__(
         self,
-        source: Checkpoint,
+        source: Source,
         model: SourceModel,
         split: tuple[int, ...],
         encodings: Encodings,
+        chosen: tuple[int, ...],
     ) -> None:
         self.source = source
         self.model = model
         self.split = split
         self.encodings = encodings
-        self.work = _plan_work(model, split, encodings)
+        self.chosen = chosen
+        self.work = [_place(work, encodings) for work in _plan_work(model, split, chosen)]
         self.tokenizer = [name for name in TOKENIZER_FILES if (source.path / name).is_file()]
+        if len(source.files) > MOST_SOURCES:
+            raise CheckpointError(
+                f"{source.path} is spread over {len(source.files)} files: at most {MOST_SOURCES} are handled"
+            )
         self.fingerprint = fingerprint(source, model, split, encodings, self.tokenizer)
+        self.read = {
+            shard: source.files_of(
+                _sources([plan for work in self.work if work.shard == shard for plan in work.plans])
+            )
+            for shard in chosen
+        }
+        self.samples = {file: source.sample(file) for file in sorted(frozenset().union(*self.read.values()))}
 
     def run(self, out: Path, progress: Callable[[Progress], None]) -> Manifest:
         """Write what is not there yet."""
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: give a directory to write the shards to")
-        earlier = Manifest.load(out) if (out / MANIFEST).exists() else None
-        if earlier is not None and earlier.fingerprint != self.fingerprint:
-            raise UsageError(
-                f"{out} holds the export of something else (another checkpoint, split or encoding): "
-                "choose another directory, or remove this one first"
-            )
-        (out / _WORK).mkdir(parents=True, exist_ok=True)
+        self._earlier(out)
+        work = out / _WORK
+        work.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(out / _WORK / "lock", timeout=0):
-                manifest = self._write(out, earlier, progress)
+            with FileLock(work / "lock", timeout=0):
+                # Looked at again: another export may just have finished its shards.
+                manifest, unfinished = self._write(out, self._earlier(out), progress)
         except Timeout:
             raise UsageError(
                 f"another export is writing to {out}: wait for it, or choose another directory"
             ) from None
-        shutil.rmtree(out / _WORK, ignore_errors=True)
+        if not unfinished:
+            shutil.rmtree(work, ignore_errors=True)
         return manifest
 
-    def _write(self, out: Path, earlier: Manifest | None, progress: Callable[[Progress], None]) -> Manifest:
-        journal = Journal(out / _WORK / "journal", out, self.fingerprint)
+    def _earlier(self, out: Path) -> Manifest | None:
+        """The manifest of what is there already."""
+        if not (out / MANIFEST).exists():
+            return None
+        earlier = Manifest.load(out)
+        if earlier.fingerprint != self.fingerprint or differing_source(earlier.sources, self.samples):
+            raise UsageError(
+                f"{out} holds the export of something else (another checkpoint, split or encoding): "
+                "choose another directory, or remove this one first"
+            )
+        return earlier
+
+    def _write(
+        self, out: Path, earlier: Manifest | None, progress: Callable[[Progress], None]
+    ) -> tuple[Manifest, bool]:
+        """Write the chosen shards; also whether an earlier run began others that are not finished."""
+        journal = Journal(out / _WORK / "journal", out, self.fingerprint, self.samples)
         for place_of_file, entry in earlier.files.items() if earlier else ():
             path = out / place_of_file
             if path.is_file() and path.stat().st_size == entry.size:
@@ -181,29 +249,30 @@ class _Task:
         for unfinished in out.glob(f"shard-*/*{PART}"):
             unfinished.unlink()
         self._check_space(out, journal)
-        meter = _Meter(sum(work.size for work in self.work), progress)
-        files: dict[str, FileEntry] = {}
+        finished = {work.path: known for work in self.work if (known := journal.finished(work.path))}
+        total = sum(work.size for work in self.work)
+        meter = _Meter(total, sum(entry.size for entry in finished.values()), progress)
         for work in self.work:
-            done = journal.finished(work.path)
-            if done is None:
-                done = self._write_weights(out, work, partial(meter.step, work.path))
-                journal.note(work.path, done)
-            files[work.path] = done
-            meter.finish(work.path, work.size)
-        for shard in range(len(self.split)):
-            files |= self._write_rest(out, shard)
-        return self._write_manifest(out, files)
+            if work.path not in finished:
+                finished[work.path] = self._write_weights(out, work, partial(meter.step, work.path))
+                journal.note(work.path, finished[work.path])
+                meter.finish(work.path, work.size)
+        meter.finish(self.work[-1].path, 0)
+        for shard in self.chosen:
+            finished |= self._write_rest(out, shard)
+        manifest = self._write_manifests(out, earlier, finished)
+        return manifest, not journal.places <= manifest.files.keys()
 
     def _check_space(self, out: Path, journal: Journal) -> None:
-        need = sum(work.size for work in self.work if journal.finished(work.path) is None)
+        rest = sum(work.size for work in self.work if journal.finished(work.path) is None)
         free = shutil.disk_usage(out).free
-        if need and need + _SPARE_BYTES > free:
+        if rest and (need := rest + _SPARE_BYTES) > free:
             raise CapacityError(
-                f"the export needs {bytes_in_words(need)} more on the disk of {out}, "
+                f"the rest of the export needs {bytes_in_words(need)} on the disk of {out}, "
                 f"where {bytes_in_words(free)} is free: make room, or choose a directory on another disk"
             )
 
-    def _write_weights(self, out: Path, work: _Work, step: Callable[[int], None]) -> FileEntry:
+    def _write_weights(self, out: Path, work: _PlacedWork, step: Callable[[int], None]) -> FileEntry:
         path = out / work.path
         path.parent.mkdir(exist_ok=True)
         with WholeFile(path, work.size) as file:
@@ -230,24 +299,36 @@ class _Task:
             f"{directory}/{name}": write_whole(out / directory / name, data) for name, data in content.items()
         }
 
-    def _write_manifest(self, out: Path, files: dict[str, FileEntry]) -> Manifest:
-        manifest = Manifest(
+    def _write_manifests(self, out: Path, earlier: Manifest | None, files: dict[str, FileEntry]) -> Manifest:
+        for shard in self.chosen:
+            directory = shard_directory(shard)
+            own = {place: entry for place, entry in files.items() if place.startswith(f"{directory}/")}
+            manifest = self._manifest(own, {file: self.samples[file] for file in self.read[shard]})
+            write_whole(out / directory / MANIFEST, manifest.to_bytes())
+        samples: dict[str, str | None] = {}
+        if earlier is not None:
+            files = {**earlier.files, **files}
+            samples = {file: sample for file, sample in earlier.sources.items() if sample}
+        # The one beside the shards comes last: where it stands, everything that it lists does.
+        manifest = self._manifest(files, {**samples, **self.samples})
+        write_whole(out / MANIFEST, manifest.to_bytes())
+        return manifest
+
+    def _manifest(self, files: Mapping[str, FileEntry], samples: Mapping[str, str | None]) -> Manifest:
+        return Manifest(
             format=1,
             family=self.model.family,
             config=self.model.config.to_json(),
             split=list(self.split),
             encodings=self.encodings,
             tokenizer=self.tokenizer,
-            files=files,
+            files=dict(files),
             fingerprint=self.fingerprint,
+            sources={file: samples.get(file) for file in self.source.files},
         )
-        # The one beside the shards comes last: where it stands, everything does.
-        for directory in (*map(shard_directory, range(len(self.split))), "."):
-            write_whole(out / directory / MANIFEST, manifest.to_bytes())
-        return manifest
 
 
-def _read_model(source: Checkpoint) -> SourceModel:
+def _read_model(source: Source) -> SourceModel:
     config = read_json_object(source.path / "config.json")
     generation = source.path / "generation_config.json"
     return read_source(config, read_json_object(generation) if generation.exists() else None, source.names)
@@ -263,27 +344,35 @@ def _decide_split(model: SourceModel, shards: int | None, split: Sequence[int] |
     return sizes
 
 
-def _plan_work(model: SourceModel, split: Sequence[int], encodings: Encodings) -> tuple[_Work, ...]:
+def _plan_work(model: SourceModel, split: Sequence[int], chosen: Sequence[int]) -> list[_Work]:
+    """The files of weights of the chosen shards, in the order of the model."""
     result: list[_Work] = []
-
-    def add(shard: int, name: str, plans: Sequence[TensorPlan]) -> None:
-        placed, size = place(plans, encodings)
-        result.append(_Work(shard, name, placed, size))
-
-    add(0, EMBED, model.layout.embed)
     layer = 0
     for shard, count in enumerate(split):
-        for _ in range(count):
-            add(shard, layer_file(layer), model.layout.layers[layer])
-            layer += 1
-    add(len(split) - 1, HEAD, model.layout.head)
-    return tuple(result)
+        parts = [(layer_file(index), model.layout.layers[index]) for index in range(layer, layer + count)]
+        layer += count
+        if shard == 0:
+            parts.insert(0, (EMBED, model.layout.embed))
+        if shard == len(split) - 1:
+            parts.append((HEAD, model.layout.head))
+        if shard in chosen:
+            result += [_Work(shard, name, plans) for name, plans in parts]
+    return result
+
+
+def _place(work: _Work, encodings: Encodings) -> _PlacedWork:
+    placed, size = place(work.plans, encodings)
+    return _PlacedWork(work.shard, work.name, work.plans, placed, size)
+
+
+def _sources(plans: Sequence[TensorPlan]) -> list[str]:
+    return sorted({plan.source for plan in plans})
 
 
 def _note_rest(model: SourceModel, note: Callable[[str], None]) -> None:
     if skipped := model.layout.skipped:
         parts = ", ".join(f"{part} ({len(names)} tensors)" for part, names in skipped.items())
-        note(f"left out, as it is no part of the text model: {parts}")
+        note(f"left out, as the text model is computed without: {parts}")
     if unknown := model.layout.unknown:
         named = names_in_words(unknown, 8)
         note(f"warning: {len(unknown)} tensors of the checkpoint are not known and left out: {named}")

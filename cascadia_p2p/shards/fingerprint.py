@@ -1,4 +1,14 @@
-"""One number for what an export is made of: equal for equal models, and for nothing else."""
+"""One number for what an export is made of: the same on every machine that exports a part of it.
+
+The machines of a ring may each export only their own shards, from only the files that hold them. So the
+number covers what all of them have: config, split, encodings, tokenizer, and the checkpoint's index, which
+names every tensor and its file. A checkpoint without an index is always whole; of that it covers samples of
+every tensor.
+
+What the number can not see, two models of one shape whose indexes are equal, is seen by samples of the files
+that were read (`Source.sample`): each manifest holds those of its own shards, and shards whose manifests
+disagree about a file are not of one model.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +21,23 @@ from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.shards.encodings import Encodings
 from cascadia_p2p.shards.files import file_sha256
 from cascadia_p2p.shards.manifest import FORMAT
-from cascadia_p2p.shards.safetensors import Checkpoint
-
-_SAMPLE_BYTES = 256
+from cascadia_p2p.shards.source import Source
 
 
 def fingerprint(
-    source: Checkpoint,
+    source: Source,
     model: SourceModel,
     split: Sequence[int],
     encodings: Encodings,
     tokenizer: Sequence[str],
 ) -> str:
-    """A sha256, in hex, over config, source index, samples of every tensor, split, encodings and tokenizer.
+    """A sha256, in hex, over config, the source's identity, split, encodings and tokenizer.
 
-    The source is too large to be hashed for this; three samples of each tensor tell apart models of
-    the same shape that were trained differently. What is already exported plays no part.
+    What is already exported plays no part.
 
     Raises:
         CheckpointError: the source can not be read.
     """
-    digest = hashlib.sha256()
     parts = {
         "format": FORMAT,
         "family": model.family,
@@ -39,15 +45,6 @@ def fingerprint(
         "split": list(split),
         "encodings": encodings.model_dump(mode="json"),
         "tokenizer": {name: file_sha256(source.path / name) for name in tokenizer},
-        "files": {
-            name: (source.path / name).stat().st_size
-            for name in sorted({source.file_of(tensor) for tensor in source.names})
-        },
+        "source": source.identity(),
     }
-    digest.update(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
-    for name in source.names:
-        stored = source.tensor(name)
-        digest.update(orjson.dumps([name, source.file_of(name), stored.dtype, list(stored.shape)]))
-        for start in (0, stored.nbytes // 2, max(0, stored.nbytes - _SAMPLE_BYTES)):
-            digest.update(source.read_bytes(name, start, _SAMPLE_BYTES))
-    return digest.hexdigest()
+    return hashlib.sha256(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()

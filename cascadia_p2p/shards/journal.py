@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cascadia_p2p.errors import UsageError
-from cascadia_p2p.shards.manifest import FileEntry, Sha256, Size
+from cascadia_p2p.shards.manifest import FileEntry, Sample, Sha256, Size, SourceFile
+
+_Line = TypeVar("_Line", bound=BaseModel)
 
 
 class _Start(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     fingerprint: Sha256
+
+
+class _Read(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source: SourceFile
+    sample: Sample
 
 
 class _Done(BaseModel):
@@ -28,41 +39,45 @@ class _Done(BaseModel):
 
 
 class Journal:
-    """One line for every finished file, in a file beside the shards.
+    """One line for every file that is read or finished, in a file beside the shards.
 
-    A line is trusted only while the file still has the size and the time of change that it names.
+    A line on a finished file is trusted only while the file still has the size and the time of change that
+    it names. A line that was cut counts for nothing.
 
     Args:
         path: of the journal.
         out: the directory that the places are relative to.
         fingerprint: of the export that is under way.
+        sources: samples of the files that it reads.
 
     Raises:
         UsageError: the journal is of another export.
     """
 
-    def __init__(self, path: Path, out: Path, fingerprint: str) -> None:
+    def __init__(self, path: Path, out: Path, fingerprint: str, sources: Mapping[str, str]) -> None:
         self._path = path
         self._out = out
         self._done: dict[str, FileEntry] = {}
         lines = path.read_bytes().splitlines() if path.exists() else []
-        started = _fingerprint(lines[0]) if lines else None
+        started = _parsed(_Start, lines[0]) if lines else None
         if started is None:
             path.write_bytes(orjson.dumps({"fingerprint": fingerprint}) + b"\n")
-            return
-        if started != fingerprint:
-            raise UsageError(
-                f"{out} holds an unfinished export of something else (another checkpoint, split or "
-                "encoding): choose another directory, or remove this one first"
-            )
+            lines = []
+        elif started.fingerprint != fingerprint:
+            raise UsageError(_of_another(out))
         for line in lines[1:]:
-            try:
-                done = _Done.model_validate_json(line)
-            except ValidationError:
-                # The last line of an export that was killed while writing it.
-                continue
-            if self._unchanged(done):
+            if (done := _parsed(_Done, line)) is not None and self._unchanged(done):
                 self._done[done.place] = FileEntry(size=done.size, sha256=done.sha256)
+        read = {line.source: line.sample for line in (_parsed(_Read, line) for line in lines) if line}
+        if any(read.get(source, sample) != sample for source, sample in sources.items()):
+            raise UsageError(_of_another(out))
+        for source in sorted(sources.keys() - read.keys()):
+            self._append(_Read(source=source, sample=sources[source]))
+
+    @property
+    def places(self) -> frozenset[str]:
+        """Where finished files are."""
+        return frozenset(self._done)
 
     def finished(self, place: str) -> FileEntry | None:
         """What was written at a place; None when it has to be written."""
@@ -80,12 +95,15 @@ class Journal:
             sha256=entry.sha256,
             mtime_ns=(self._out / place).stat().st_mtime_ns,
         )
+        self._append(done)
+        self._done[place] = entry
+
+    def _append(self, line: BaseModel) -> None:
         with self._path.open("ab") as file:
             # The newline in front closes a line that an interruption may have cut.
-            file.write(b"\n" + done.model_dump_json().encode() + b"\n")
+            file.write(b"\n" + line.model_dump_json().encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        self._done[place] = entry
 
     def _unchanged(self, done: _Done) -> bool:
         try:
@@ -95,8 +113,15 @@ class Journal:
         return (found.st_size, found.st_mtime_ns) == (done.size, done.mtime_ns)
 
 
-def _fingerprint(line: bytes) -> str | None:
+def _parsed(kind: type[_Line], line: bytes) -> _Line | None:
     try:
-        return _Start.model_validate_json(line).fingerprint
+        return kind.model_validate_json(line)
     except ValidationError:
         return None
+
+
+def _of_another(out: Path) -> str:
+    return (
+        f"{out} holds an unfinished export of something else (another checkpoint, split or encoding): "
+        "choose another directory, or remove this one first"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -13,6 +14,7 @@ from cascadia_p2p.models.family import ModelConfig, read_exported
 from cascadia_p2p.shards.encodings import Encoding, Encodings
 
 FORMAT = 1
+MOST_SOURCES = 4096
 MANIFEST = "manifest.json"
 TABLE = "shard.json"
 EMBED = "embed.weights"
@@ -25,6 +27,8 @@ TOKENIZER_FILES: tuple[TokenizerFile, ...] = get_args(TokenizerFile)
 _MOST_JSON_BYTES = 64 * 2**20
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+SourceFile = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+Sample = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -48,7 +52,10 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """An exported model.
+    """An exported model, or as many shards of one as were exported on one machine.
+
+    Every shard is listed in full or not at all. The manifest in a shard's own directory lists that shard,
+    so that the directory is the same to the byte however many others were exported with it.
 
     Args:
         format: version of the layout on disk.
@@ -59,7 +66,9 @@ class Manifest(BaseModel):
         tokenizer: files of the tokenizer, present in every shard's directory.
         files: by `shard-NN/NAME`.
         fingerprint: the same for all exports of one model with one split and the same encodings and
-            tokenizer; nodes of one ring must agree on it.
+            tokenizer, wherever which shards of it were exported; nodes of one ring must agree on it.
+        sources: every file of the checkpoint, with a sample of those that the listed shards were read
+            from. Shards of one model agree on every file that both were read from.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -72,6 +81,7 @@ class Manifest(BaseModel):
     tokenizer: Annotated[list[TokenizerFile], Field(max_length=4)]
     files: dict[str, FileEntry]
     fingerprint: Sha256
+    sources: Annotated[dict[SourceFile, Sample | None], Field(max_length=MOST_SOURCES)] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -79,10 +89,10 @@ class Manifest(BaseModel):
         if sum(self.split) != layers:
             raise ValueError(f"the split adds up to {sum(self.split)} layers, the config has {layers}")
         expected = {
-            f"{shard_directory(shard)}/{name}"
-            for shard in range(self.shards)
-            for name in self.expected_files(shard)
+            f"{shard_directory(shard)}/{name}" for shard in self.listed for name in self.expected_files(shard)
         }
+        if not self.files:
+            raise ValueError("it lists no shard")
         if expected != set(self.files):
             odd = sorted(expected ^ set(self.files))[0]
             what = "does not list" if odd in expected else "lists the surplus file"
@@ -98,6 +108,12 @@ class Manifest(BaseModel):
     def layers(self) -> int:
         """Decoder layers of the whole model."""
         return sum(self.split)
+
+    @property
+    def listed(self) -> tuple[int, ...]:
+        """The shards whose files this manifest knows."""
+        found = {place.partition("/")[0] for place in self.files}
+        return tuple(shard for shard in range(self.shards) if shard_directory(shard) in found)
 
     def layers_of(self, shard: int) -> range:
         """The layers of one shard."""
@@ -195,6 +211,18 @@ class ShardTable(BaseModel):
             raise ShardError(
                 f"{path} is damaged: {first_fault(error)}; copy it again, or export again"
             ) from None
+
+
+def differing_source(ours: Mapping[str, str | None], theirs: Mapping[str, str | None]) -> str | None:
+    """The name of a source file of which both have a sample, but not the same; None when there is none."""
+    return next(
+        (
+            file
+            for file, sample in sorted(ours.items())
+            if sample is not None and theirs.get(file) not in (None, sample)
+        ),
+        None,
+    )
 
 
 def read_bounded(path: Path, missing: str) -> bytes:

@@ -12,7 +12,7 @@ from cascadia_p2p.models.layout import Pick, TensorPlan
 from cascadia_p2p.shards.encodings import Encodings
 from cascadia_p2p.shards.files import WholeFile
 from cascadia_p2p.shards.manifest import TensorEntry
-from cascadia_p2p.shards.safetensors import Checkpoint
+from cascadia_p2p.shards.source import Source
 
 ALIGNMENT = 64
 PIECE_NUMBERS = 2**20
@@ -42,25 +42,21 @@ def place(plans: Sequence[TensorPlan], encodings: Encodings) -> tuple[tuple[Plac
     return tuple(placed), end
 
 
-def check_source(plan: TensorPlan, source: Checkpoint) -> None:
+def check_source(plan: TensorPlan, source: Source) -> None:
     """See that the checkpoint's tensor can be what the plan takes it for.
 
     Raises:
-        CheckpointError: it has another shape, or numbers that can not be read.
+        CheckpointError: it has another shape.
     """
-    stored = source.tensor(plan.source)
-    if stored.shape not in plan.source_shapes:
-        expected = " or ".join(str(list(shape)) for shape in plan.source_shapes)
+    if (shape := source.shape(plan.source)) not in plan.source_shapes:
+        expected = " or ".join(str(list(known)) for known in plan.source_shapes)
         raise CheckpointError(
-            f"{source.file_of(plan.source)} holds {plan.source} of shape {list(stored.shape)}: "
+            f"{source.file_of(plan.source)} holds {plan.source} of shape {list(shape)}: "
             f"by config.json it should be {expected}"
         )
-    source.check_readable(plan.source)
 
 
-def copy(
-    source: Checkpoint, placed: Sequence[Placed], file: WholeFile, progress: Callable[[int], None]
-) -> None:
+def copy(source: Source, placed: Sequence[Placed], file: WholeFile, progress: Callable[[int], None]) -> None:
     """Write every tensor of a file, reading each source once and a bounded piece at a time.
 
     Args:
@@ -74,7 +70,7 @@ def copy(
     """
     for name, group in groupby(placed, key=lambda item: item.plan.source):
         parts = list(group)
-        shape = source.tensor(name).shape
+        shape = source.shape(name)
         axis = parts[0].plan.pick.axis if parts[0].plan.pick else max(0, len(shape) - 1)
         outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         length = shape[axis]

@@ -21,6 +21,7 @@ from cascadia_p2p.shards.manifest import (
     Manifest,
     ShardTable,
     TensorEntry,
+    differing_source,
     shard_directory,
 )
 from cascadia_p2p.shards.verified import VerifiedFiles, file_state
@@ -51,6 +52,21 @@ def held_shards(model: Path) -> tuple[int, ...]:
     )
 
 
+def held_sources(model: Path) -> tuple[str, ...]:
+    """For every file of the checkpoint, by name, its sample, or "" where no shard held here was read from it.
+
+    Raises:
+        ShardError: there is no manifest, or one is damaged.
+    """
+    manifest = Manifest.load(model)
+    sources = dict(manifest.sources)
+    for shard in set(held_shards(model)) - set(manifest.listed):
+        # Exported elsewhere and copied here: its own manifest knows.
+        own = Manifest.load(model / shard_directory(shard)).sources
+        sources |= {file: sample for file, sample in own.items() if file in sources and sample is not None}
+    return tuple(sample or "" for _, sample in sorted(sources.items()))
+
+
 class ShardReader:
     """One shard of an exported model. Sizes are checked at once, contents by `verify`.
 
@@ -68,6 +84,8 @@ class ShardReader:
         self.index = _find_index(model, self.manifest, index)
         alone = (model / TABLE).exists()
         self.path = model if alone else model / shard_directory(self.index)
+        if self.index not in self.manifest.listed:
+            self.manifest = self._own_manifest()
         self._table = self._read_table()
         self._place = {name: file for file, tensors in self._table.files.items() for name in tensors}
         self._mapped: dict[str, npt.NDArray[np.uint8]] = {}
@@ -162,6 +180,23 @@ class ShardReader:
             tell(expected.size)
             done += expected.size
         verified.save()
+
+    def _own_manifest(self) -> Manifest:
+        """That of the shard's directory: it was exported elsewhere, and its directory copied here."""
+        own = Manifest.load(self.path)
+        if own.fingerprint != self.manifest.fingerprint:
+            raise ShardError(
+                f"{self.path} belongs to another export ({own.fingerprint[:12]}) than {MANIFEST} beside it "
+                f"({self.manifest.fingerprint[:12]}): {_AGAIN}"
+            )
+        if differing := differing_source(own.sources, self.manifest.sources):
+            raise ShardError(
+                f"{self.path} was exported from another {differing} than the shards beside it: the models "
+                f"have one shape but other weights; {_AGAIN}"
+            )
+        if self.index not in own.listed:
+            raise ShardError(f"{self.path / MANIFEST} does not list shard {self.index}: {_AGAIN}")
+        return own
 
     def _read_table(self) -> ShardTable:
         table = ShardTable.load(self.path / TABLE)

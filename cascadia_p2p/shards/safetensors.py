@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -20,7 +23,12 @@ MOST_HEADER_BYTES = 100_000_000
 """The limit that the format's own library has."""
 
 _MOST_AXES = 8
-_READABLE = ("F32", "BF16", "F16")
+_SAMPLE_BYTES = 256
+_WEIGHTS = ("F32", "BF16", "F16")
+_READABLE = (*_WEIGHTS, "F8_E4M3", "U8")
+_OF_SEVERAL = re.compile(r"-of-0*([2-9]|[1-9][0-9]+)\.safetensors$", re.ASCII)
+# All 256 values: four bits of exponent, three of mantissa, no infinity.
+_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -156,11 +164,14 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 class Checkpoint:
     """The safetensors files of a checkpoint directory; use it as a context manager.
 
+    With an index all names are known, and a file is looked at only when one of its tensors is asked for:
+    files that nobody needs may be absent, or still be on their way.
+
     Args:
         path: a directory with `config.json` and one safetensors file, or several with an index.
 
     Raises:
-        CheckpointError: files are missing, cut short or damaged.
+        CheckpointError: there are no such files, or it is not clear which tensors they hold.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,19 +181,21 @@ class Checkpoint:
                 f"{path} {what}: expected the directory of a checkpoint, with its config.json"
             )
         self.path = path
-        self._tensors: dict[str, tuple[str, StoredTensor]] = {}
+        self._home: dict[str, str] = {}
+        self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._open: dict[str, BinaryIO] = {}
-        index = sorted(path.glob("*.safetensors.index.json"))
-        if len(index) > 1:
+        indexes = sorted(path.glob("*.safetensors.index.json"))
+        if len(indexes) > 1:
             raise CheckpointError(
-                f"{path} has several indexes ({names_in_words([i.name for i in index])}): keep one"
+                f"{path} has several indexes ({names_in_words([i.name for i in indexes])}): keep one"
             )
-        if index:
-            self._read_indexed(index[0])
+        self._index = indexes[0] if indexes else None
+        if self._index is not None:
+            self._read_index(self._index)
         else:
             self._read_all()
 
-    def _read_indexed(self, index: Path) -> None:
+    def _read_index(self, index: Path) -> None:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map: expected the file of every tensor")
@@ -191,17 +204,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{index} keeps {name} in {file!r}: expected a safetensors file beside it"
                 )
-        files = sorted(set(weight_map.values()))
-        if missing := [file for file in files if not (self.path / file).is_file()]:
-            raise CheckpointError(
-                f"{self.path} lacks {len(missing)} of the {len(files)} files that its index names: "
-                f"{names_in_words(missing)}; download them"
-            )
-        headers = {file: read_header(self.path / file) for file in files}
-        for name, file in weight_map.items():
-            if name not in headers[file]:
-                raise CheckpointError(f"{index.name} says that {file} holds {name}, but it does not")
-            self._tensors[name] = (file, headers[file][name])
+            self._home[name] = file
 
     def _read_all(self) -> None:
         files = sorted(self.path.glob("*.safetensors"))
@@ -209,38 +212,115 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} holds no *.safetensors file: expected a checkpoint in that format"
             )
+        if part := next(filter(None, (_OF_SEVERAL.search(file.name) for file in files)), None):
+            raise CheckpointError(
+                f"{self.path} holds {part.string}, one of {int(part[1])} files, but no "
+                "*.safetensors.index.json: download that too, it says which file holds what"
+            )
         for file in files:
-            for name, tensor in read_header(file).items():
-                if name in self._tensors:
+            self._headers[file.name] = read_header(file)
+            for name in self._headers[file.name]:
+                if name in self._home:
                     raise CheckpointError(
-                        f"{self.path} holds {name} in {self._tensors[name][0]} and in {file.name}: "
+                        f"{self.path} holds {name} in {self._home[name]} and in {file.name}: "
                         "without an index it is not clear which counts"
                     )
-                self._tensors[name] = (file.name, tensor)
+                self._home[name] = file.name
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every tensor's name, sorted."""
-        return tuple(sorted(self._tensors))
+        return tuple(sorted(self._home))
 
-    def tensor(self, name: str) -> StoredTensor:
-        """Where a tensor is; KeyError when it is not there."""
-        return self._tensors[name][1]
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file's name, sorted; with an index some may be absent."""
+        return tuple(sorted(set(self._home.values())))
 
-    def file_of(self, name: str) -> str:
-        """The name of the file that holds a tensor."""
-        return self._tensors[name][0]
-
-    def check_readable(self, name: str) -> None:
-        """See that a tensor's numbers are of a type that can be read.
+    def require(self, names: Collection[str]) -> None:
+        """See that the files of these tensors are here and whole, and hold them.
 
         Raises:
             CheckpointError: they are not.
         """
-        if (dtype := self.tensor(name).dtype) not in _READABLE:
+        files = sorted({self._home[name] for name in names})
+        if missing := [file for file in files if not (self.path / file).is_file()]:
             raise CheckpointError(
-                f"{self.file_of(name)} keeps {name} as {dtype}: expected one of {', '.join(_READABLE)}"
+                f"{self.path} lacks {len(missing)} of the {len(files)} files that are needed: "
+                f"{names_in_words(missing)}; download them ('export ... --list-files' names all of them)"
             )
+        for name in names:
+            self.tensor(name)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Where a tensor is; KeyError when no file should hold it.
+
+        Raises:
+            CheckpointError: its file is absent or damaged, or does not hold it.
+        """
+        file = self._home[name]
+        tensor = self._header(file).get(name)
+        if tensor is None:
+            index = "the index" if self._index is None else self._index.name
+            raise CheckpointError(f"{index} says that {file} holds {name}, but it does not")
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's sizes; errors as `tensor`."""
+        return self.tensor(name).shape
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that holds a tensor."""
+        return self._home[name]
+
+    def files_of(self, names: Collection[str]) -> frozenset[str]:
+        """The names of the files that hold these tensors."""
+        return frozenset(self._home[name] for name in names)
+
+    def identity(self) -> object:
+        """What is known of the whole checkpoint wherever a part of it is: JSON, the same everywhere.
+
+        With an index that is the index: the files may be spread over machines. Without one all files are
+        here, and samples of them tell apart models of the same shape.
+
+        Raises:
+            CheckpointError: a file can not be read.
+        """
+        if self._index is not None:
+            return {"index": read_json_object(self._index)}
+        return {"files": {file: self.sample(file) for file in self.files}}
+
+    def sample(self, file: str) -> str:
+        """A digest, 16 hex digits, of a file's header and of three samples of every tensor in it.
+
+        Raises:
+            CheckpointError: the file can not be read.
+        """
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self._header(file).items()):
+            place = [name, tensor.dtype, tensor.shape, tensor.start, tensor.nbytes]
+            digest.update(orjson.dumps(place))
+            for start in (0, tensor.nbytes // 2, max(0, tensor.nbytes - _SAMPLE_BYTES)):
+                count = min(_SAMPLE_BYTES, tensor.nbytes - start)
+                digest.update(self._read_at(file, tensor.start + start, count, name))
+        return digest.hexdigest()[:16]
+
+    def check_readable(self, name: str) -> None:
+        """See that a tensor's numbers are weights as they stand.
+
+        Raises:
+            CheckpointError: they are of another type, or mean nothing without scales.
+        """
+        if (dtype := self.tensor(name).dtype) not in _WEIGHTS:
+            raise CheckpointError(
+                f"{self.file_of(name)} keeps {name} as {dtype}: expected one of {', '.join(_WEIGHTS)}"
+            )
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        header = self._headers.get(file)
+        if header is None:
+            header = self._headers[file] = read_header(self.path / file)
+        return header
 
     def read_bytes(self, name: str, start: int, count: int) -> bytes:
         """Raw bytes of a tensor from `start` on, at most `count`.
@@ -248,13 +328,16 @@ class Checkpoint:
         Raises:
             CheckpointError: the file can not be read, or has become shorter.
         """
-        file_name, tensor = self._tensors[name]
+        tensor = self.tensor(name)
         count = max(0, min(count, tensor.nbytes - start))
+        return self._read_at(self._home[name], tensor.start + start, count, name)
+
+    def _read_at(self, file_name: str, start: int, count: int, name: str) -> bytes:
         try:
             file = self._open.get(file_name)
             if file is None:
                 file = self._open[file_name] = (self.path / file_name).open("rb", buffering=0)
-            file.seek(tensor.start + start)
+            file.seek(start)
             data = file.read(count)
             # One read of a large piece may come back short.
             while len(data) < count and (more := file.read(count - len(data))):
@@ -273,16 +356,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the file can not be read, or its numbers are of another type.
         """
-        self.check_readable(name)
         tensor = self.tensor(name)
+        if tensor.dtype not in _READABLE:
+            raise CheckpointError(
+                f"{self.file_of(name)} keeps {name} as {tensor.dtype}: expected one of {', '.join(_READABLE)}"
+            )
         item = _ITEM_BYTES[tensor.dtype]
-        data = self.read_bytes(name, start * item, count * item)
-        if tensor.dtype == "F32":
-            return np.frombuffer(data, "<f4")
-        if tensor.dtype == "F16":
-            return np.frombuffer(data, "<f2").astype(np.float32)
-        # bfloat16 is the upper half of a float32.
-        return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return decode(tensor.dtype, self.read_bytes(name, start * item, count * item))
 
     def close(self) -> None:
         """Close the files."""
@@ -297,6 +377,20 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def decode(dtype: str, data: bytes) -> npt.NDArray[np.float32]:
+    """The numbers that these bytes are in a type that `Checkpoint.read` takes; exact."""
+    if dtype == "F32":
+        return np.frombuffer(data, "<f4")
+    if dtype == "F16":
+        return np.frombuffer(data, "<f2").astype(np.float32)
+    if dtype == "F8_E4M3":
+        return np.take(_E4M3, np.frombuffer(data, np.uint8))
+    if dtype == "U8":
+        return np.frombuffer(data, np.uint8).astype(np.float32)
+    # bfloat16 is the upper half of a float32.
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def read_json_object(path: Path) -> Mapping[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from cascadia_p2p.errors import UsageError
 
@@ -40,6 +41,38 @@ def parse_split(text: str) -> tuple[int, ...]:
                 "1 or more, as in 6,6,4"
             )
     return tuple(int(part) for part in parts)
+
+
+def parse_shards(text: str) -> tuple[int, ...]:
+    """Read `3,4`: indexes of shards, counted from 0; whether there are so many is known once the model is.
+
+    Raises:
+        UsageError: anything else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not _WHOLE.fullmatch(part):
+            raise UsageError(
+                f"--only-shards has '{part}': expected indexes of shards, counted from 0, as in 3,4"
+            )
+    return tuple(int(part) for part in parts)
+
+
+def choose_shards(only: Sequence[int] | None, shards: int) -> tuple[int, ...]:
+    """The shards to export, in order: those asked for, or all.
+
+    Raises:
+        UsageError: one that there is not, or none.
+    """
+    if only is None:
+        return tuple(range(shards))
+    if strange := [shard for shard in only if not 0 <= shard < shards]:
+        raise UsageError(
+            f"--only-shards names shard {strange[0]}: the model is split into {shards}, 0 to {shards - 1}"
+        )
+    if not only:
+        raise UsageError("--only-shards names no shard")
+    return tuple(sorted(set(only)))
 
 
 def check_split(split: tuple[int, ...], layers: int) -> None:

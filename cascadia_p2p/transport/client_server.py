@@ -158,9 +158,9 @@ class ClientServer:
 
     def _accept(self, parts: list[zmq.Frame]) -> None:
         """Queue what a message is, and behind it the end of its connection if that came first."""
-        descriptor = parts[-1].get(zmq.SRCFD)
+        descriptor = _descriptor(parts[-1])
         ended = descriptor in self._ended
-        if ended:
+        if ended or descriptor is None:
             connection = self._next()
         else:
             connection = self._open.setdefault(descriptor, self._serial + 1)
@@ -170,6 +170,14 @@ class ClientServer:
         self._waiting.append(event)
         if ended:
             self._waiting.append(ClientGone(connection))
+
+
+def _descriptor(part: zmq.Frame) -> int | None:
+    """The descriptor that a part came over; None by the oldest protocol, which noise can look like."""
+    try:
+        return int(part.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def read_request(parts: list[zmq.Frame], connection: int) -> ClientCall | ClientFault:

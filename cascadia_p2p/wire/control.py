@@ -37,6 +37,9 @@ MAX_CONTROL_BYTES: Final = 1 << 18
 MAX_STAGES: Final = 1024
 """Nodes in a ring, shards of a model, and shard directories that a node may report, at most."""
 
+MAX_SOURCES: Final = 4096
+"""Files of a checkpoint that a node may tell samples of."""
+
 
 def _checked_promise(promise: Promise) -> Promise:
     if not all(1 <= value < 2**31 for value in (promise.slots, promise.context, promise.rows)):
@@ -50,6 +53,11 @@ Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
+Samples = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")], ...],
+    Strict(False),
+    Field(max_length=MAX_SOURCES),
+]
 
 
 class ClaimState(StrEnum):
@@ -111,6 +119,8 @@ class Introduction(ControlBase):
     Args:
         host: the machine's name, for people.
         fingerprint: hash of config, source index, split, encodings and tokenizer.
+        sources: for every file of the checkpoint, by name, a sample of it, or "" when no shard here was
+            read from it. Equal fingerprints mean equal names.
         shards: shards that the model is split into.
         holds: shards whose files are here.
         control, data: where this node's sockets can be reached.
@@ -125,6 +135,7 @@ class Introduction(ControlBase):
     fleet: Name
     host: Line
     fingerprint: Fingerprint
+    sources: Samples = ()
     model: Line
     shards: Annotated[int, Field(ge=1, le=MAX_STAGES)]
     layers: Annotated[int, Field(ge=1, le=1 << 16)]

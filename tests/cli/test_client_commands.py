@@ -156,6 +156,7 @@ def test_no_fleet_on_the_network_is_said_with_what_to_do(run: Run) -> None:
 
 
 def test_status_json_tells_all_of_the_ring(run: Run, ring: StandingRing, at: tuple[str, str]) -> None:
+    assert run("generate", "a", "--max-tokens", 1, *at).code == 0
     done = run("status", "--json", *at)
     assert (done.code, done.err) == (0, "")
     body: dict[str, Any] = json.loads(done.out)
@@ -187,6 +188,7 @@ def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, 
     assert (done.code, done.err) == (0, "")
     assert f"fleet '{ring.name}'" in done.out
     assert "ring open" in done.out
+    assert f"clients are served at {ring.endpoint}" in done.out
     for member in ring.fleet.members:
         assert str(member.control) in done.out.replace("\n", "")
     assert "finished" in done.out

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from cli.conftest import Outcome, Run
 from cluster.conftest import Shards
+from cluster.standing import standing_ring
+from fixtures.reference import load_case
 
+from cascadia_p2p import __version__
+from cascadia_p2p.client import Client
 from cascadia_p2p.local import free_ports
 
 pytestmark = pytest.mark.timeout(60)
@@ -219,3 +227,63 @@ def test_a_state_directory_that_can_not_be_written_is_named(joins: Run, model: P
     said = sentence(outcome)
     assert f"the state directory {tmp_path / 'file'} can not be used" in said
     assert "--state-dir DIR" in said
+
+
+# --- other models and versions ------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_not_the_rings_ends_with_5_and_both_fingerprints(
+    joins: Run, shards: Shards, tmp_path: Path, model: Path
+) -> None:
+    case, other = load_case("tiny12"), shards("tiny12-heads", (5, 7))
+    with standing_ring(tmp_path / "ring", model, 2) as ring:
+        flags = ("--fleet", ring.name, "--peer", ring.head.control)
+        outcome = joins(other, "--shard", 1, *flags)
+        assert outcome.code == 5
+        said = sentence(outcome)
+        for directory in (model, other):
+            assert json.loads((directory / "manifest.json").read_text())["fingerprint"][:16] in said
+        assert "one ring needs one export" in said
+        assert "or use another --fleet" in said
+        # Another split of the same model is another ring, too.
+        outcome = joins(shards("tiny12", (12,)), *flags)
+        assert outcome.code == 5
+        assert "split into" in sentence(outcome)
+        with Client(ring.endpoint) as client:
+            assert (
+                client.generate(case.prompts[0].ids, max_tokens=5).token_ids == case.prompts[0].generated[:5]
+            )
+
+
+@pytest.fixture
+def ring_of_tomorrow() -> Iterator[str]:
+    """A node of an open ring that speaks protocol 99; its address."""
+    context, over = zmq.Context(), threading.Event()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    refusal = {"type": "refusal", "protocol": 99, "software": "99.1", "message": "no", "serving": True}
+
+    def serve() -> None:
+        while not over.is_set():
+            if router.poll(50):
+                identity, _ = router.recv_multipart()
+                router.send_multipart([identity, json.dumps(refusal | {"later": [1]}).encode()])
+        router.close(linger=0)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield f"127.0.0.1:{port}"
+    over.set()
+    thread.join()
+    context.term()
+
+
+def test_rpc_05_a_ring_of_another_protocol_ends_with_5_and_both_versions(
+    joins: Run, model: Path, ring_of_tomorrow: str
+) -> None:
+    outcome = joins(model, "--peer", ring_of_tomorrow)
+    assert outcome.code == 5
+    said = sentence(outcome)
+    assert f"runs cascadia-p2p {__version__} (protocol 1)" in said
+    assert f"the node at {ring_of_tomorrow} runs cascadia-p2p 99.1 (protocol 99)" in said
+    assert "install the same release on both" in said

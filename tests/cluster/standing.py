@@ -37,6 +37,7 @@ class StandingRing:
         self._thread = threading.Thread(target=self._live, name="standing-ring")
         self.fleet: Fleet
         self.head: Member
+        self.said: list[dict[str, Any]]
 
     @property
     def endpoint(self) -> Endpoint:
@@ -101,6 +102,7 @@ class StandingRing:
             self.fleet = made
             for shard in range(self._shards):
                 await made.start(self._model, shard=shard, **self._settings)
+            self.said = made.said
             self.head = await made.open()
             await made.until(lambda: all(each.state == "open" for each in made.members), "all are open")
             self._ready.set()

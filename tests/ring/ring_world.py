@@ -1,4 +1,4 @@
-"""A network of ring machines under a virtual clock: links that delay, cuts, kills, freezes, and rules that must always hold."""
+"""A network of ring machines under a virtual clock: delays, cuts, kills, freezes; rules that always hold."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class SimNode:
         self.lies = False
 
     @property
-    def core(self):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def core(self):  # type: ignore[no-untyped-def]
         return self.machine._core
 
     @property
@@ -132,7 +132,12 @@ class SimNode:
             data = self.data
             self.feed(
                 e.Counters(
-                    data.epoch, data.progress, data.frames_in, data.frames_out, data.waiting_send, data.probe_seen
+                    data.epoch,
+                    data.progress,
+                    data.frames_in,
+                    data.frames_out,
+                    data.waiting_send,
+                    data.probe_seen,
                 )
             )
             self.feed(e.Tick())
@@ -142,7 +147,12 @@ class SimNode:
     def redial(self) -> None:
         routed = {end for ends in self.routes.values() for end in ends}
         for end in self.ends:
-            if end.dialled is not None and end.open and end not in routed and end.greeted_at + 1.0 <= self.world.now:
+            if (
+                end.dialled is not None
+                and end.open
+                and end not in routed
+                and end.greeted_at + 1.0 <= self.world.now
+            ):
                 end.greeted_at = self.world.now
                 self.world.transmit(end, self.machine.greeting(self.world.now))
         busy = {end.dialled for end in self.ends if end.open}
@@ -238,7 +248,9 @@ class SimNode:
                 return
             if self.core.seat is None or self.core.seat.epoch != action.epoch:
                 return
-            self.data = Data(action.epoch, action.members, action.stage, history=[*self.data.history, action.epoch])
+            self.data = Data(
+                action.epoch, action.members, action.stage, history=[*self.data.history, action.epoch]
+            )
             self.feed(e.Switched(action.epoch))
 
         self.world.after(self.world.rng.uniform(0.001, self.world.switch_s), switched)
@@ -294,7 +306,7 @@ class World:
         for node in self.nodes:
             core, seat = node.core, node.core.seat
             lines.append(
-                f"{node.name}/{node.profile.instance[-3:]} {'alive' if node.alive else 'dead'}{' frozen' if node.frozen else ''} "
+                f"{node.name}/{node.profile.instance[-3:]} {'alive' if node.alive else 'dead'} "
                 f"shard {core.shard} {core.claim_state} counter {core.counter} peers {len(core.peers)} "
                 f"seat {seat.epoch if seat else None} open {bool(seat and seat.open)} standby {core.standby}"
             )
@@ -312,9 +324,12 @@ class World:
                 if other is node:
                     continue
                 if other.alive:
-                    self.after(self.rng.uniform(0.02, 1.2), lambda o=other: o.wanted.setdefault(own.control, 0.0))
+                    self.after(
+                        self.rng.uniform(0.02, 1.2), lambda o=other: o.wanted.setdefault(own.control, 0.0)
+                    )
                 self.after(
-                    self.rng.uniform(0.02, 1.2), lambda o=other: node.wanted.setdefault(o.profile.control, 0.0)
+                    self.rng.uniform(0.02, 1.2),
+                    lambda o=other: node.wanted.setdefault(o.profile.control, 0.0),
                 )
         for endpoint in knows:
             node.wanted[endpoint] = 0.0
@@ -405,18 +420,16 @@ class World:
     def close(self, end: End) -> None:
         """One side ends a link; the other notices, when the way is clear."""
         other = end.other
-        for side in (end, other):
-            if side is None or not side.open:
-                continue
-            side.open = False
-            if side is end:
-                if side in side.owner.ends:
-                    side.owner.ends.remove(side)
-                continue
-            self.after(self.delay(), lambda s=side: self._noticed(s))
+        end.open = False
+        if end in end.owner.ends:
+            end.owner.ends.remove(end)
+        if other is not None and other.open:
+            other.arrival = max(other.arrival, self.now + self.delay())
+            self.after(other.arrival - self.now, lambda: self._noticed(other))
 
     def _noticed(self, end: End) -> None:
         node = end.owner
+        end.open = False
         if end in node.ends:
             node.ends.remove(end)
         if end.dialled is None or not node.alive:
@@ -425,7 +438,9 @@ class World:
             if end in ends:
                 ends.remove(end)
                 node.feed(e.ConnectionLost(peer_id, node.instances[peer_id]))
-        self.after(0.1, lambda: self.dial(node, end.dialled) if node.alive and end.dialled in node.wanted else None)
+        self.after(
+            0.1, lambda: self.dial(node, end.dialled) if node.alive and end.dialled in node.wanted else None
+        )
 
     def transmit(self, end: End, message: ControlMessage) -> None:
         other = end.other
@@ -521,7 +536,9 @@ class World:
                 assert gone < limit, f"{head.name} is open with {found.name}, dead for {gone:.1f} s"
             since = self.blocked_since.get((found.name, head.name))
             if since is not None:
-                assert self.now - since < limit + TIMES.gone, f"{head.name} is open with {found.name}, cut off"
+                assert self.now - since < limit + TIMES.gone, (
+                    f"{head.name} is open with {found.name}, cut off"
+                )
 
     # ---------------------------------------------------------------- questions
 
@@ -554,3 +571,28 @@ class World:
         assert head is not None
         names = {node.profile.instance: node.name for node in self.nodes}
         return [names[member.instance] for member in head.core.seat.members]
+
+
+def fleet(
+    world: World, nodes: int, shards: int = 3, *, asked: bool = True, load_s: float = 0.2, **changes: object
+) -> list[SimNode]:
+    """Start nodes 1, 2, ...: with `asked`, each with `--shard` in turn; else any shard will do."""
+    started = []
+    for index in range(1, nodes + 1):
+        shard = (index - 1) % shards if asked else None
+        own = profile(index, shards=shards, holds=tuple(range(shards)), shard=shard, **changes)
+        started.append(world.start(own, load_s))
+    return started
+
+
+def open_fleet(world: World, nodes: int, shards: int = 3, **changes: object) -> list[SimNode]:
+    """The same, and run until the ring is open and everybody knows everybody."""
+    started = fleet(world, nodes, shards, **changes)  # type: ignore[arg-type]
+    world.run_until(
+        lambda: (
+            world.is_open() and all(len(node.core.peers) == nodes - 1 and node.loaded_at for node in started)
+        ),
+        20,
+    )
+    world.run(0.3)
+    return started

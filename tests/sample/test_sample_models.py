@@ -13,6 +13,7 @@ from cascadia_p2p.errors import UsageError
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.inkling.names import Spelling
 from cascadia_p2p.sample.checkpoint import make_checkpoint
+from cascadia_p2p.sample.nvfp4 import Nvfp4, quantise
 from cascadia_p2p.sample.recipe import PRESETS, Recipe, find_recipe
 from cascadia_p2p.sample.tokenizer import special_tokens
 from cascadia_p2p.sample.weights import tensors
@@ -78,5 +79,52 @@ def test_the_variant_without_an_end_id_writes_null(tmp_path: Path) -> None:
 
 
 def test_an_unknown_preset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no sample model 'huge': choose one of tiny66, tiny12"):
+    with pytest.raises(
+        UsageError, match="there is no sample model 'huge': choose one of tiny66, tiny42, tiny12"
+    ):
         make_checkpoint(tmp_path, "huge")
+
+
+def test_quantised_numbers_are_near_the_original_and_every_code_is_used() -> None:
+    stack = dict(tensors(find_recipe("tiny12"), 0))["layers.3.experts.gate"]
+    pairs = np.repeat(stack, 2, axis=1)
+    pairs[:, 1::2] *= 3.0
+    for form in (Nvfp4("scale2"), Nvfp4("global_scale", two_factors=True)):
+        found = quantise(pairs, form, paired=True)
+        assert found.factors.shape == ((12, 2) if form.two_factors else (12,))
+        assert set(np.unique(found.codes)) == set(range(16))
+        # Half of the widest step, 4 to 6, of a group whose largest number is 6; the scale adds 1 in 16.
+        groups = np.abs(pairs).reshape(12, 64, 4, 16).max(axis=3)
+        error = np.abs(found.values - pairs).reshape(12, 64, 4, 16).max(axis=3)
+        assert (error <= groups * (1 / 6 + 1 / 15)).all()
+    assert (found.factors[:, 0] > 2.5 * found.factors[:, 1]).all(), "as reciprocals"
+
+
+def test_a_stack_of_zeros_stays_zero() -> None:
+    found = quantise(np.zeros((2, 4, 32), np.float32), Nvfp4("global_scale"), paired=True)
+    assert not found.values.any()
+    assert np.isfinite(found.factors).all()
+
+
+def test_a_quantised_checkpoint_has_the_published_parts(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "tiny12", spelling="A", encoding="BF16", nvfp4=Nvfp4(plain_layers=(2,)))
+    at = "model.llm.layers.3.mlp.experts.w13_weight"
+    with Checkpoint(tmp_path) as checkpoint:
+        parts = {
+            name: (checkpoint.tensor(name).dtype, checkpoint.shape(name))
+            for name in checkpoint.names
+            if name.startswith(at)
+        }
+        assert parts == {
+            at: ("U8", (12, 64, 32)),
+            f"{at}.scale": ("F8_E4M3", (12, 64, 4)),
+            f"{at}.scale2": ("F32", (12,)),
+            f"{at}.input_amax": ("BF16", (1,)),
+            f"{at}.original_shape": ("I64", (3,)),
+        }
+        assert checkpoint.tensor("model.llm.layers.2.mlp.experts.w13_weight").dtype == "BF16"
+        shared = "model.llm.layers.3.mlp.shared_experts.shared_w13_weight"
+        assert checkpoint.tensor(shared).dtype == "BF16"
+    excluded = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert "model.llm.layers.2.mlp.experts" in excluded
+    assert "model.llm.layers.3.mlp.experts" not in excluded

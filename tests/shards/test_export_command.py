@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,36 @@ def test_ctrl_c_says_that_the_export_can_go_on(
     monkeypatch.setattr(command, "export", interrupted)
     assert run(checkpoint, tmp_path / "out", "--shards", "2") == 130
     assert "it goes on where it stopped" in capsys.readouterr().err
+
+
+def test_without_a_terminal_lines_say_how_long_is_left(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SAY_EVERY_S", 0.0)
+    assert run(checkpoint, tmp_path / "out", "--shards", "2") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.endswith(" left")]
+    assert len(lines) > 5
+    amount = r"[\d.]+ [kMG]?B"
+    form = (
+        rf"shard-0[01]/\S+\.weights: {amount} of {amount}, {amount}/s, (less than a minute|an unknown time)"
+    )
+    assert all(re.fullmatch(form, line.removesuffix(" left")) for line in lines), lines
+    assert "less than a minute left" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (None, "an unknown time"),
+        (29, "less than a minute"),
+        (31, "about 1 min"),
+        (3500, "about 58 min"),
+        (3600, "about 1 h 0 min"),
+        (86400 + 1800, "about 24 h 30 min"),
+    ],
+)
+def test_times_in_words(seconds: float | None, words: str) -> None:
+    assert command._time_in_words(seconds) == words
 
 
 @pytest.mark.parametrize(

@@ -166,15 +166,16 @@ def test_a_journal_that_was_cut_is_read_up_to_the_cut(tmp_path: Path) -> None:
         for name, size, letter in (("a", 2, "a"), ("b", 3, "b"))
     }
     path = tmp_path / "journal"
-    journal = Journal(path, tmp_path, "0" * 64)
+    sources = {"one.safetensors": "1" * 16}
+    journal = Journal(path, tmp_path, "0" * 64, sources)
     journal.note("a", entry["a"])
     whole = path.read_bytes()
     journal.note("b", entry["b"])
     for length in range(len(whole), len(path.read_bytes()) - 2):
         cut = tmp_path / "cut"
         cut.write_bytes(path.read_bytes()[:length])
-        found = Journal(cut, tmp_path, "0" * 64)
+        found = Journal(cut, tmp_path, "0" * 64, sources)
         assert found.finished("a") == entry["a"]
         assert found.finished("b") is None
         found.note("b", entry["b"])
-        assert Journal(cut, tmp_path, "0" * 64).finished("b") == entry["b"]
+        assert Journal(cut, tmp_path, "0" * 64, sources).finished("b") == entry["b"]

@@ -180,21 +180,70 @@ def index(directory: Path, weight_map: object) -> None:
             r"keeps a in '\.\./model\.safetensors': expected a safetensors file beside it",
         ),
         ({"a": 3}, "keeps a in 3"),
-        (
-            {"a": "one.safetensors", "b": "two.safetensors"},
-            r"lacks 1 of the 2 files .*two\.safetensors; download",
-        ),
-        (
-            {"a": "one.safetensors", "z": "one.safetensors"},
-            r"says that one\.safetensors holds z, but it does not",
-        ),
     ],
 )
-def test_an_index_must_agree_with_its_files(tmp_path: Path, weight_map: object, sentence: str) -> None:
+def test_an_index_must_say_which_file_holds_what(tmp_path: Path, weight_map: object, sentence: str) -> None:
     write_safetensors(tmp_path / "one.safetensors", {"a": np.ones(2, np.float32)})
     index(tmp_path, weight_map)
     with pytest.raises(CheckpointError, match=sentence):
         Checkpoint(tmp_path)
+
+
+def test_files_are_looked_at_when_their_tensors_are_needed(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "one.safetensors", {"a": np.ones(2, np.float32)})
+    (tmp_path / "three.safetensors").write_bytes(b"half of a downl")
+    index(
+        tmp_path,
+        {"a": "one.safetensors", "z": "one.safetensors", "b": "two.safetensors", "c": "three.safetensors"},
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.names == ("a", "b", "c", "z")
+        checkpoint.require(["a"])
+        with pytest.raises(
+            CheckpointError, match=r"lacks 1 of the 2 files that are needed: two\.safetensors; download"
+        ):
+            checkpoint.require(["a", "b"])
+        with pytest.raises(CheckpointError, match=r"says that one\.safetensors holds z, but it does not"):
+            checkpoint.require(["z"])
+        with pytest.raises(CheckpointError, match=r"three\.safetensors starts with a header of \d+ bytes"):
+            checkpoint.require(["c"])
+
+
+def test_one_of_several_files_is_not_taken_for_all(tmp_path: Path) -> None:
+    path = tmp_path / "model-00002-of-00109.safetensors"
+    write_safetensors(path, {"a": np.ones(2, np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"model-00002-of-00109\.safetensors, one of 109 files, but no .*download that"
+    ):
+        Checkpoint(tmp_path)
+    index(tmp_path, {"a": path.name, "b": "model-00001-of-00109.safetensors"})
+    Checkpoint(tmp_path).require(["a"])
+    path.rename(tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert Checkpoint(tmp_path).names == ("a",)
+
+
+def test_all_e4m3_numbers_and_bytes_are_read(tmp_path: Path) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    write_safetensors(
+        tmp_path / "model.safetensors", {"scale": codes.view(ml_dtypes.float8_e4m3fn), "codes": codes}
+    )
+    # https://arxiv.org/abs/2209.05433, section 3: four bits of exponent, three of mantissa, bias 7.
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    size = np.where(
+        exponent > 0, 2.0 ** (exponent - 7.0) * (1.0 + mantissa / 8.0), 2.0**-6.0 * mantissa / 8.0
+    )
+    size = np.where((exponent == 15) & (mantissa == 7), np.nan, size)
+    with Checkpoint(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(
+            checkpoint.read("scale", 0, 256), np.where(codes < 128, size, -size).astype(np.float32)
+        )
+        np.testing.assert_array_equal(checkpoint.read("codes", 3, 200), np.arange(3, 203, dtype=np.float32))
+        for name in ("scale", "codes"):
+            with pytest.raises(
+                CheckpointError, match=rf"keeps {name} as .*: expected one of F32, BF16, F16$"
+            ):
+                checkpoint.check_readable(name)
 
 
 def test_two_files_with_one_tensor_need_an_index(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def introduction() -> dict[str, object]:
         fleet="office",
         host="desk-3",
         fingerprint="ab" * 32,
+        sources=["", "0123456789abcdef"],
         model="tiny",
         shards=11,
         layers=66,

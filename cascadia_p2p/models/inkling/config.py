@@ -26,6 +26,20 @@ _OTHER_NAMES = {
     "max_position_embeddings": "model_max_length",
 }
 
+# What the published config says of the arithmetic, and the only value that it is written for.
+_SWITCHES = {
+    "hidden_act": "silu",
+    "q_bias": False,
+    "o_bias": False,
+    "use_sconv": True,
+    "use_embed_norm": True,
+    "use_gate_bias": True,
+    "use_global_scale": True,
+    "gate_activation": "sigmoid",
+    "norm_after_topk": True,
+    "final_logit_softcapping": None,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -142,10 +156,7 @@ class InklingConfig:
                 f"config.json chooses num_experts_per_tok = {chosen} of n_routed_experts = {experts}: "
                 "a row can not pass more experts than there are"
             )
-        if (act := text.get("hidden_act", "silu")) != "silu":
-            raise CheckpointError(
-                f"config.json has hidden_act {act!r}: Inkling layers are computed with 'silu' only"
-            )
+        _check_switches(text)
         return cls(
             hidden=fields.integer("hidden_size", 6144),
             vocab=vocab,
@@ -283,6 +294,14 @@ def _text_config(config: Mapping[str, object]) -> Mapping[str, object]:
             "that is where the text model's sizes stand"
         )
     return text
+
+
+def _check_switches(text: Mapping[str, object]) -> None:
+    for name, only in _SWITCHES.items():
+        if (value := text.get(name)) is not None and value != only:
+            raise CheckpointError(
+                f"config.json has {name} {value!r}: Inkling layers are computed with {only!r} only"
+            )
 
 
 def _shapes(fields: _Fields) -> dict[AttentionKind, AttentionShape]:

@@ -50,12 +50,19 @@ _LAYER = {
     "shared.down": ("mlp.shared_experts.shared_w2_weight", "mlp.shared_experts.down_proj"),
 }
 
+# Parts of a checkpoint that the text model is computed without.
 _LEFT_OUT = (
     ("multi-token prediction", re.compile(r"(?:model\.)?mtp\.")),
     ("vision", re.compile(r"(?:model\.)?(?:visual|vision_tower)\.")),
     ("audio", re.compile(r"(?:model\.)?(?:audio|audio_tower)\.")),
+    # What quantisation notes of activations and of its own input; weights are decoded without it.
+    (
+        "notes of quantisation",
+        re.compile(
+            r".*\.(?:w13|w2)(?:_weight)?[._](?:input_amax|input_scale|input_global_scale|original_shape)"
+        ),
+    ),
 )
-_QUANTISED = re.compile(r"\.(?:w13|w2)_weight_(?:scale|scale_2|packed|global_scale)$")
 
 
 def find_spelling(names: Collection[str]) -> Spelling:
@@ -83,13 +90,8 @@ def layout(config: InklingConfig, names: Collection[str]) -> ModelLayout:
     """Say which tensors the model has and where the checkpoint with these tensor names keeps each.
 
     Raises:
-        CheckpointError: tensors are missing, or are kept in an encoding that can not be read.
+        CheckpointError: tensors are missing.
     """
-    if quantised := [name for name in names if _QUANTISED.search(name)]:
-        raise CheckpointError(
-            f"the checkpoint's experts are quantised (it has {names_in_words(quantised, 1)}): "
-            "reading NVFP4 comes with a later version, export from the BF16 checkpoint"
-        )
     plans = plan_tensors(config, find_spelling(names))
     needed = {plan.source for plan in plans.tensors()}
     present = set(names)

@@ -1,0 +1,187 @@
+"""Commands as real processes: Ctrl-C, sudden deaths, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster.conftest import Shards
+
+from cascadia_p2p.client import Client
+from cascadia_p2p.local import free_ports
+
+pytestmark = [
+    pytest.mark.timeout(110),
+    pytest.mark.skipif(sys.platform == "win32", reason="signals of another kind"),
+]
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def free(ports: Iterable[int]) -> bool:
+    """Whether all these ports can be bound again."""
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+
+
+def lines(process: subprocess.Popen[str], words: str) -> list[str]:
+    """What a process says on stderr, up to the line with `words`."""
+    assert process.stderr is not None
+    said: list[str] = []
+    for line in process.stderr:
+        said.append(line)
+        if words in line:
+            return said
+    raise AssertionError(f"ended without '{words}':\n{''.join(said)}")
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone(processes: Iterable[psutil.Process]) -> bool:
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+def join(process: Start, model: Path, state: Path, port: int, *flags: object) -> subprocess.Popen[str]:
+    given = ("--model", model, "--fleet", "process-tests", "--bind", "127.0.0.1", "--no-mdns")
+    places = ("--port", port, "--client-port", port + 2, "--state-dir", state, "--threads", 1)
+    return process("join", *given, *places, "--log-format", "json", *flags)
+
+
+def events(said: Iterable[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said if line.startswith("{")]
+
+
+def test_ctrl_c_says_goodbye_frees_the_ports_and_ends_with_130(
+    process: Start, shards: Shards, tmp_path: Path
+) -> None:
+    model = shards("tiny12", (5, 7))
+    port = free_ports()
+    head = join(process, model, tmp_path, port, "--shard", 0)
+    other_port = free_ports()
+    other = join(process, model, tmp_path, other_port, "--shard", 1, "--peer", f"127.0.0.1:{port}")
+    lines(head, '"ring_open"')
+    lines(other, '"ring_open"')
+    other.send_signal(signal.SIGINT)
+    out, err = other.communicate(timeout=20)
+    assert other.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    assert any(
+        each["event"] == "leaving" and "Ctrl-C" in each["message"] for each in events(err.splitlines())
+    )
+    # The head was told, and needed no silence to notice.
+    said = events(lines(head, '"ring_closed"'))
+    assert any(each["event"] == "peer_gone" and "left" in each["message"] for each in said)
+    assert head.poll() is None
+    head.send_signal(signal.SIGTERM)
+    assert head.wait(20) == 130
+    until(lambda: free((port, port + 1, port + 2, other_port, other_port + 1)), "all ports are free")
+
+
+def test_ctrl_c_while_loading_or_alone_ends_at_once(process: Start, shards: Shards, tmp_path: Path) -> None:
+    model = shards("tiny66", (22,) * 3)
+    port = free_ports()
+    loading = join(process, model, tmp_path, port, "--shard", 1)
+    lines(loading, '"shard_loading"')
+    loading.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert loading.wait(20) == 130
+    assert time.monotonic() - started < 10
+    assert "Traceback" not in loading.communicate()[1]
+    assert free((port, port + 1))
+
+
+def test_ctrl_c_in_generate_ends_with_130_and_the_head_stops_working_for_it(
+    process: Start, shards: Shards, tmp_path: Path
+) -> None:
+    model = shards("tiny12", (12,))
+    port = free_ports()
+    head = join(process, model, tmp_path, port, "--shard", 0, "--context", 4096)
+    lines(head, '"ring_open"')
+    endpoint = f"127.0.0.1:{port + 2}"
+    asked = process("generate", "hello", "--ignore-eos", "--max-tokens", 4000, "--endpoint", endpoint)
+
+    with Client(endpoint) as client:
+
+        def counts() -> dict[str, Any]:
+            counted = client.status()["requests"]
+            assert isinstance(counted, dict)
+            return counted
+
+        until(lambda: counts()["pending"] == 1, "the prompt is with the head")
+        asked.send_signal(signal.SIGINT)
+        out, err = asked.communicate(timeout=20)
+        assert (asked.returncode, out, err) == (130, "", "")
+        until(lambda: counts()["cancelled"] == 1, "the head has noticed")
+        assert counts()["pending"] == 0
+
+
+def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> None:
+    demo = process("demo", "--nodes", 3, "--max-tokens", 5)
+    said = lines(demo, "asking")
+    nodes = children(demo)
+    assert len(nodes) == 3
+    ports = [
+        connection.laddr.port
+        for node in nodes
+        for connection in node.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(ports) >= 7
+    out, err = demo.communicate(timeout=60)
+    assert demo.returncode == 0
+    # Data on stdout: the answer alone.
+    assert len(out.rstrip("\n").splitlines()) <= 1
+    assert "5 new ones; 3 nodes" in err
+    assert "Traceback" not in "".join(said) + err
+    assert gone(nodes)
+    assert free(ports)
+
+
+@pytest.mark.parametrize("moment", ["starting 2 nodes", "asking"])
+def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start, moment: str) -> None:
+    demo = process("demo", "--nodes", 2, "--max-tokens", 2000)
+    lines(demo, moment)
+    until(lambda: len(children(demo)) == 2, "two nodes are started")
+    nodes = children(demo)
+    demo.send_signal(signal.SIGINT)
+    out, err = demo.communicate(timeout=30)
+    assert demo.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    assert gone(nodes)
+
+
+@pytest.mark.parametrize("moment", ["starting 2 nodes", "clients are served"])
+def test_the_nodes_of_a_demo_that_was_killed_end_by_themselves(process: Start, moment: str) -> None:
+    demo = process("demo", "--nodes", 2)
+    lines(demo, moment)
+    until(lambda: len(children(demo)) == 2, "two nodes are started")
+    nodes = children(demo)
+    demo.kill()
+    demo.wait()
+    until(lambda: gone(nodes), "the nodes are gone")
