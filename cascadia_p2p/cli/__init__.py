@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "export": "turn a checkpoint into shards, one directory for each PC",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
+    "chat": "talk with the model in a terminal",
     "status": "show the ring, its nodes and what is missing",
     "demo": "run a whole ring on this machine and ask it one question",
 }

@@ -198,7 +198,7 @@ class ClientConnection:
             raise
 
     def hang_up(self) -> None:
-        """End the connection, so that the head cancels what it does for it; the next request gets a new one."""
+        """End the connection, so that the head cancels what it does for it; the next has a new one."""
         self._drop()
 
     def close(self) -> None:
