@@ -19,6 +19,7 @@ FORBIDDEN = {
     "shards": {"zmq", "zeroconf", "asyncio", "ifaddr", "openvino"},
     "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
     "discovery": {"zmq", "openvino", "numba"},
+    "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
 }
 """Libraries that a package must not know."""
 
@@ -36,7 +37,13 @@ ALLOWED = {
     "engine": {"errors", "types", "wire", "models", "shards"},
     "transport": {"errors", "types", "wire"},
     "discovery": {"errors", "types", "wire"},
+    "catalog": {"errors", "types"},
     "client": {"errors", "types", "wire", "transport", "discovery"},
+    "planning": {"errors", "types", "models", "engine"},
+    "doctor": {
+        *("errors", "types", "config", "wire", "models", "shards", "engine", "transport", "discovery"),
+        *("planning", "node"),
+    },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
 }

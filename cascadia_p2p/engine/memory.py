@@ -8,12 +8,20 @@ from typing import Final
 
 import psutil
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.footprint import EXACT, Footprint
+from cascadia_p2p.engine.kernels.blocks import BLOCK
+from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 from cascadia_p2p.types import Promise
 
 RESERVE: Final = 192 * 2**20
 """Left for the interpreter, the compiler and the network, in bytes."""
+
+_F32: Final = 4
+_LEAST_ROWS: Final = 2
+_PRODUCT_OVERHEAD: Final = 2**20
+"""What the runtime keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,60 @@ class MemoryNeed:
     def total(self) -> int:
         """All of it."""
         return self.weights + self.caches + self.buffers + self.reserve
+
+
+def weights_by_part(sizes: ModelSizes, layers: range, footprint: Footprint) -> dict[Part, int]:
+    """Bytes of a stage's weights, without the embedding, which stays a mapped file."""
+    result: dict[Part, int] = {}
+    for matrices in sizes.matrices(layers):
+        result[matrices.part] = result.get(matrices.part, 0) + footprint.bytes_of(matrices)
+    small = sum(sizes.layers[number].small for number in layers)
+    return result | {Part.SMALL: footprint.small_bytes(small)} if small else result
+
+
+def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int) -> int:
+    """Bytes of one layer's keys, values and histories for all promised slots."""
+    positions = cached_positions(promise, cache.window, rewind)
+    history = _F32 * max(cache.taps - 1 + rewind, 0) * cache.channels
+    return promise.slots * (positions * cache.position_bytes + history)
+
+
+def buffer_bytes(layer: LayerSizes, promise: Promise) -> int:
+    """Bytes of what one layer's products hold beside their weights."""
+    return products_bytes(layer.row_numbers, layer.products, promise)
+
+
+def head_buffer_bytes(head: Matrices, promise: Promise) -> int:
+    """Bytes of what the vocabulary head's product holds beside its weights."""
+    return products_bytes(head.rows, 1, promise)
+
+
+def products_bytes(row_numbers: int, products: int, promise: Promise) -> int:
+    """Bytes of so many numbers a row of a frame, and of so many compiled products."""
+    return _F32 * max(promise.rows, _LEAST_ROWS) * row_numbers + products * _PRODUCT_OVERHEAD
+
+
+def stage_memory(
+    sizes: ModelSizes, layers: range, promise: Promise, rewind: int, footprint: Footprint = EXACT
+) -> MemoryNeed:
+    """Bytes that a stage takes.
+
+    Args:
+        sizes: of the whole model.
+        layers: of the stage; the head is with the last one.
+        promise: slots, context and rows a frame.
+        rewind: positions by which a stream can go back.
+        footprint: how weights are kept.
+    """
+    inside = [sizes.layers[number] for number in layers]
+    buffers = sum(buffer_bytes(layer, promise) for layer in inside)
+    if layers.stop == len(sizes.layers):
+        buffers += head_buffer_bytes(sizes.head, promise)
+    return MemoryNeed(
+        weights=sum(weights_by_part(sizes, layers, footprint).values()),
+        caches=sum(cache_bytes(layer.cache, promise, rewind) for layer in inside),
+        buffers=buffers,
+    )
 
 
 def available_memory() -> int:

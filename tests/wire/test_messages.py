@@ -66,6 +66,12 @@ def test_control_messages_survive_the_wire(message: m.ControlMessage) -> None:
     assert m.decode_control(m.encode(message)) == message
 
 
+def test_a_padded_status_query_is_a_status_query() -> None:
+    long = m.StatusQuery(padding="0" * (1 << 17))
+    assert m.decode_control(m.encode(long)) == long
+    assert b"padding" not in m.encode(m.StatusQuery())
+
+
 def changed(message: m.ControlMessage, **fields: object) -> bytes:
     return orjson.dumps({**orjson.loads(m.encode(message)), **fields})
 
@@ -105,6 +111,7 @@ def test_exo_19_other_version_is_a_value(kind: str, version: int) -> None:
         (b'{"type":"beat","x":' + b"[" * 500 + b"]" * 500 + b"}", "beat"),
         (b" " * (1 << 19), "too long"),
         (changed(MESSAGES[0], surprise=1), "surprise"),
+        (changed(m.StatusQuery(), padding="0" * ((1 << 17) + 1)), "padding"),
         (changed(MESSAGES[0], node="../../etc"), "node"),
         (changed(MESSAGES[0], node=NODE + "\n"), "node"),
         (changed(MESSAGES[0], fleet="a\x1b[31m"), "fleet"),

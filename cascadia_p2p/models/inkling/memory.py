@@ -1,20 +1,19 @@
-"""How much memory a stage of an Inkling model takes, from its config alone."""
+"""The sizes of an Inkling model and the memory of its stages, from its config alone."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
-from cascadia_p2p.engine.memory import MemoryNeed
-from cascadia_p2p.engine.slots import cached_positions
+from cascadia_p2p.engine.kernels.blocks import BLOCK
+from cascadia_p2p.engine.memory import MemoryNeed, stage_memory
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.inkling.sizes import attention_sizes
+from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 from cascadia_p2p.types import Promise
 
-_F32: Final = 4
 _PRODUCTS_A_LAYER: Final = 3
-_PRODUCT_OVERHEAD: Final = 2**20
-"""What the runtime keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
+"""Query, key, value and relative projections in one; the output projection; the MLP or the experts."""
 
 
 def memory_need(config: InklingConfig, layers: range, promise: Promise, rewind: int) -> MemoryNeed:
@@ -22,40 +21,68 @@ def memory_need(config: InklingConfig, layers: range, promise: Promise, rewind: 
 
     The device's packed copy of the weights counts in full. The embedding does not: it stays a mapped file.
     """
-    weights = caches = numbers = 0
-    for number in layers:
-        weights += _F32 * _layer_weights(config, number)
-        caches += _layer_caches(config, number, promise, rewind)
-        numbers += _layer_numbers(config, number)
-    products = _PRODUCTS_A_LAYER * len(layers)
-    if layers.stop == config.layers:
-        weights += _F32 * config.vocab_valid * config.hidden
-        numbers += config.vocab_valid
-        products += 1
-    buffers = _F32 * max(promise.rows, 2) * numbers + products * _PRODUCT_OVERHEAD
-    return MemoryNeed(weights, caches, buffers)
+    return stage_memory(inkling_sizes(config), layers, promise, rewind)
 
 
-def _layer_weights(config: InklingConfig, number: int) -> int:
-    """Numbers in a layer's matrices; all else is small beside them."""
-    shape, hidden = config.attention[number], config.hidden
-    attention = hidden * (2 * shape.q_width + 2 * shape.kv_width + shape.r_width)
-    if not config.sparse[number]:
-        return attention + 3 * hidden * config.dense_width
-    experts = config.experts + config.shared_experts
-    return attention + experts * hidden * (3 * config.expert_width + 1)
+@lru_cache(maxsize=8)
+def inkling_sizes(config: InklingConfig) -> ModelSizes:
+    """All sizes that follow from the config."""
+    return ModelSizes(
+        family="inkling",
+        hidden=config.hidden,
+        context=config.context,
+        layers=tuple(_layer(config, number) for number in range(config.layers)),
+        embedding=Matrices(Part.EMBEDDING, config.vocab, config.hidden),
+        head=Matrices(Part.HEAD, config.vocab_valid, config.hidden),
+    )
 
 
-def _layer_caches(config: InklingConfig, number: int, promise: Promise, rewind: int) -> int:
+def _layer(config: InklingConfig, number: int) -> LayerSizes:
+    sparse = config.sparse[number]
+    return LayerSizes(
+        matrices=(*_projections(config, number), *(_experts(config) if sparse else _dense(config))),
+        cache=_cache(config, number),
+        # The router; all else is small beside it.
+        small=(config.experts + config.shared_experts) * config.hidden if sparse else 0,
+        row_numbers=_row_numbers(config, number),
+        products=_PRODUCTS_A_LAYER,
+    )
+
+
+def _projections(config: InklingConfig, number: int) -> tuple[Matrices, ...]:
     shape = config.attention[number]
-    sizes = attention_sizes(config, shape)
-    blocks = cached_positions(promise, shape.window, rewind) // BLOCK
-    residual = 2 * _F32 * (config.conv_kernel - 1 + rewind) * config.hidden
-    return promise.slots * (blocks * sizes.block_bytes() + sizes.history_bytes(rewind) + residual)
+    widths = (shape.q_width, shape.kv_width, shape.kv_width, shape.r_width)
+    inward = tuple(Matrices(Part.PROJECTIONS, width, config.hidden) for width in widths)
+    return (*inward, Matrices(Part.PROJECTIONS, config.hidden, shape.q_width))
 
 
-def _layer_numbers(config: InklingConfig, number: int) -> int:
-    """Numbers a row that a layer's products hold: results, and what lies between gate and down."""
+def _dense(config: InklingConfig) -> tuple[Matrices, ...]:
+    up = Matrices(Part.DENSE, config.dense_width, config.hidden)
+    return (up, up, Matrices(Part.DENSE, config.hidden, config.dense_width))
+
+
+def _experts(config: InklingConfig) -> tuple[Matrices, ...]:
+    inner, hidden, chosen = config.expert_width, config.hidden, config.experts_per_token
+    result: list[Matrices] = []
+    for rows, columns in ((inner, hidden), (inner, hidden), (hidden, inner)):
+        result.append(Matrices(Part.ROUTED, rows, columns, config.experts, chosen))
+        result.append(Matrices(Part.SHARED, rows, columns, config.shared_experts))
+    return tuple(result)
+
+
+def _cache(config: InklingConfig, number: int) -> CacheSizes:
+    shape = config.attention[number]
+    return CacheSizes(
+        position_bytes=attention_sizes(config, shape).block_bytes() // BLOCK,
+        window=shape.window,
+        taps=config.conv_kernel,
+        # Keys, values, what attention adds and what the MLP adds.
+        channels=2 * shape.kv_width + 2 * config.hidden,
+    )
+
+
+def _row_numbers(config: InklingConfig, number: int) -> int:
+    """Results of products, and what lies between gate and down."""
     shape = config.attention[number]
     results = shape.q_width + 2 * shape.kv_width + shape.r_width + 2 * config.hidden
     if not config.sparse[number]:

@@ -1,0 +1,267 @@
+"""Nodes that die while clients wait: real processes, real kills; who survives, what clients are told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import zmq
+from cluster.conftest import Shards
+from cluster.sockets import plain
+from fixtures.reference import load_case
+
+from cascadia_p2p.client import AsyncClient, Client
+from cascadia_p2p.errors import CascadiaError, UnreachableError
+from cascadia_p2p.local import HOST, LocalNode, LocalRing, free_ports
+from cascadia_p2p.types import Endpoint
+
+CASE = load_case("tiny12")
+PROMPT = CASE.prompts[1]
+SHARDS = 3
+PATIENCE_S = 40.0
+
+
+@dataclass
+class Local:
+    """Three processes, one a shard; each can be killed and started again at its ports."""
+
+    ring: LocalRing
+    client: Endpoint
+    current: dict[int, LocalNode]
+
+    def start(self, shard: int) -> None:
+        port = self.current[shard].port if shard in self.current else None
+        flags = ["--shard", str(shard)]
+        if shard == 0:
+            flags += ["--client-port", str(self.client.port)]
+        self.current[shard] = self.ring.start_node(*flags, port=port)
+
+    def kill(self, shard: int) -> float:
+        """When it was killed."""
+        process = self.current[shard].process
+        process.kill()
+        killed = time.monotonic()
+        process.wait()
+        return killed
+
+    def open(self) -> None:
+        """Wait until all three say that the ring is open."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            status = self.status()
+            if status is not None and status["state"] == "open":
+                claims = [node["claim"] for node in status["nodes"]]
+                if claims == ["serving"] * SHARDS:
+                    return
+            assert time.monotonic() < deadline, self.ring.tail()
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any] | None:
+        try:
+            with Client(self.client, timeout_s=5) as client:
+                return dict(client.status())
+        except CascadiaError:
+            return None
+
+    def right(self) -> None:
+        with Client(self.client, timeout_s=30) as client:
+            assert client.generate(PROMPT.ids, max_tokens=CASE.new_tokens).token_ids == PROMPT.generated
+
+    def others_live(self, shard: int) -> None:
+        assert all(node.process.poll() is None for at, node in self.current.items() if at != shard)
+
+
+@pytest.fixture(scope="module")
+def processes(shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    state = tmp_path_factory.mktemp("losses")
+    flags = ("--threads", "1", "--slots", "4", "--context", "4096")
+    with LocalRing(shards(CASE, (4, 4, 4)), state, flags=flags) as ring:
+        made = Local(ring, Endpoint(HOST, free_ports()), {})
+        for shard in range(SHARDS):
+            made.start(shard)
+        yield made
+    said = [line for node in ring.nodes for line in node.lines]
+    assert not [line for line in said if '"trace"' in line or "Traceback" in line]
+    assert not [line for line in said if '"level":"error"' in line]
+
+
+@pytest.fixture
+def local(processes: Local) -> Local:
+    """The ring, open and right."""
+    for shard, node in list(processes.current.items()):
+        if node.process.poll() is not None:
+            processes.start(shard)
+    processes.open()
+    processes.right()
+    return processes
+
+
+LONG = {"token_ids": list(PROMPT.ids), "max_tokens": 4000, "ignore_eos": True}
+
+
+def waits(socket: zmq.Socket[bytes], number: int) -> None:
+    socket.send(json.dumps(LONG | {"id": str(number)}).encode())
+
+
+def busy(local: Local, count: int) -> None:
+    """Wait until so many requests are with the head."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        status = local.status()
+        if status is not None and status["requests"]["pending"] == count:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_exo_13_every_waiting_client_is_told_and_the_node_is_served_again(local: Local, shard: int) -> None:
+    label = "middle" if shard == 1 else "tail"
+    context = zmq.Context()
+    sockets = [context.socket(zmq.REQ) for _ in range(6)]
+    try:
+        for number, socket in enumerate(sockets):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, 10_000)
+            socket.connect(local.client.tcp)
+            waits(socket, number)
+        # Four run in the slots, two wait for one.
+        busy(local, 6)
+        killed = local.kill(shard)
+        for number, socket in enumerate(sockets):
+            reply = json.loads(socket.recv())
+            assert reply["id"] == str(number)
+            assert reply["error"]["code"] == "ring_incomplete", label
+            assert f"missing: shard {shard}" in reply["error"]["message"]
+        assert time.monotonic() - killed < 4
+        # One reply each, and no second one.
+        assert not any(socket.poll(50) for socket in sockets)
+    finally:
+        for socket in sockets:
+            socket.close()
+        context.term()
+    local.others_live(shard)
+    status = local.status()
+    assert status is not None
+    assert status["missing"] == [shard]
+    assert status["requests"]["pending"] == 0
+    local.start(shard)
+    local.open()
+    local.right()
+    local.others_live(shard)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
+def test_cas_04_a_node_that_falls_silent_is_lost_and_found_again(local: Local) -> None:
+    """Frozen, its ports stay open: only its silence tells."""
+    frozen = local.current[1].process
+    with plain(zmq.REQ, local.client) as request:
+        waits(request, 1)
+        busy(local, 1)
+        frozen.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            reply = json.loads(request.recv())
+            told = time.monotonic() - stopped
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+    assert reply["error"]["code"] == "ring_incomplete"
+    assert "missing: shard 1" in reply["error"]["message"]
+    assert "has not beaten for" in reply["error"]["message"]
+    assert 1.5 < told < 6
+    local.open()
+    local.right()
+    local.others_live(-1)
+
+
+def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_on(local: Local) -> None:
+    before = dict(local.current)
+    failed: dict[str, float] = {}
+
+    def blocking() -> None:
+        with (
+            Client(local.client) as client,
+            pytest.raises(UnreachableError, match="was lost before its reply"),
+        ):
+            client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True)
+        failed["blocking"] = time.monotonic()
+
+    async def concurrent() -> None:
+        async with AsyncClient(local.client) as client:
+            asked = [client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True) for _ in range(3)]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(result) for result in results] == [UnreachableError] * 3
+        failed["asyncio"] = time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(blocking), pool.submit(lambda: asyncio.run(concurrent()))]
+        busy(local, 4)
+        killed = local.kill(0)
+        for each in waiting:
+            each.result(20)
+    assert all(at - killed < 1 for at in failed.values()), failed
+    local.others_live(0)
+    local.start(0)
+    local.open()
+    local.right()
+    assert all(local.current[shard] is before[shard] for shard in (1, 2))
+    local.others_live(-1)
+
+
+def test_stk_04_clients_ask_a_restarted_head_again_on_the_same_socket(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
+    ours = Client(local.client, timeout_s=60)
+    body = json.dumps({"token_ids": list(PROMPT.ids), "max_tokens": CASE.new_tokens}).encode()
+    with ours, plain(zmq.REQ, local.client, REQ_RELAXED=1, REQ_CORRELATE=1, RCVTIMEO=500) as request:
+        waits(request, 1)
+        busy(local, 1)
+        local.kill(0)
+        with pytest.raises(zmq.Again):
+            request.recv()
+        with pytest.raises(UnreachableError, match="nothing listens there"):
+            ours.generate(PROMPT.ids)
+        local.start(0)
+        local.open()
+        request.setsockopt(zmq.RCVTIMEO, 30_000)
+        # The reply to what was asked before never comes as the answer to this.
+        request.send(body)
+        assert json.loads(request.recv())["token_ids"] == list(PROMPT.generated)
+        assert ours.generate(PROMPT.ids, max_tokens=CASE.new_tokens).token_ids == PROMPT.generated
+
+
+def test_a_client_finds_the_head_again_where_it_comes_back(local: Local) -> None:
+    """Retrying is all that a client must do."""
+    answers: list[tuple[int, ...]] = []
+    stopped = threading.Event()
+
+    def patient() -> None:
+        with Client(local.client, timeout_s=30) as client:
+            while not stopped.is_set():
+                try:
+                    reply = client.generate(PROMPT.ids, max_tokens=CASE.new_tokens)
+                except CascadiaError:
+                    continue
+                answers.append(reply.token_ids)
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(patient)
+        local.kill(0)
+        seen = len(answers)
+        local.start(0)
+        deadline = time.monotonic() + PATIENCE_S
+        while len(answers) < seen + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        stopped.set()
+        asking.result(30)
+    assert set(answers) == {PROMPT.generated}
