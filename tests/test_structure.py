@@ -37,6 +37,7 @@ ALLOWED = {
     "engine": {"errors", "types", "wire", "models", "shards"},
     "transport": {"errors", "types", "wire"},
     "discovery": {"errors", "types", "wire"},
+    "catalog": {"errors", "types"},
     "client": {"errors", "types", "wire", "transport", "discovery"},
     "planning": {"errors", "types", "models", "engine"},
     "doctor": {

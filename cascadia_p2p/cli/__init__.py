@@ -19,9 +19,11 @@ from cascadia_p2p.errors import CascadiaError
 __all__ = ["main"]
 
 COMMANDS: Final = {
+    "pull": "download a small model that is ready to be exported",
     "export": "turn a checkpoint into shards, one directory for each PC",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
+    "chat": "talk with the model in a terminal",
     "status": "show the ring, its nodes and what is missing",
     "plan": "say which PC takes which layers, what that needs, and how fast it will be",
     "doctor": "look at this PC, its network and its fleet, and say what to do",

@@ -19,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from cascadia_p2p.catalog import source_path
 from cascadia_p2p.shards.encodings import Encodings, parse_encoding
 from cascadia_p2p.shards.export import Progress as Step
 from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
@@ -38,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--list-files names."
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="directory with config.json and safetensors"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="directory with config.json and safetensors, a .gguf file, or a name that 'pull' knows",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write the shards to")
     how = parser.add_mutually_exclusive_group(required=True)
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     only = None if args.only_shards is None else parse_shards(args.only_shards)
     if args.list_files:
-        for file in needed_files(args.checkpoint, shards=args.shards, split=split, only=only):
+        for file in needed_files(source_path(args.checkpoint), shards=args.shards, split=split, only=only):
             print(file)
         return 0
     return _export(args, split, only, encodings)
@@ -93,7 +96,7 @@ def _export(
     try:
         with _Teller(console) as teller:
             manifest = export(
-                args.checkpoint,
+                source_path(args.checkpoint, teller.note),
                 args.out,
                 shards=args.shards,
                 split=split,

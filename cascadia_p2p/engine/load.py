@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cascadia_p2p.engine.kernels import compiling
-from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory
+from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
+from cascadia_p2p.engine.model import StagePlan
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
-from cascadia_p2p.models.inkling.memory import memory_need
-from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
+from cascadia_p2p.models.sizing import model_sizes
+from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.types import Promise
 
@@ -76,6 +77,7 @@ def load_stage(
     if precision not in PRECISIONS:
         raise UsageError(f"--precision {precision} is not known here: choose {' or '.join(PRECISIONS)}")
     reader = ShardReader(directory, index)
+    build = stage_builder(reader.config)
     require_memory(
         partial(stage_need, reader, rewind=rewind),
         promise,
@@ -85,13 +87,13 @@ def load_stage(
     backend = OpenVINOBackend(device, threads, promise.rows)
     compiling.warm_up(_told("kernels", progress))
     plan = StagePlan(reader.layers, promise, rewind)
-    model = InklingStageModel(reader.config, plan, reader, backend, _told("weights", progress))
+    model = build(plan, reader, backend, _told("weights", progress))
     return Stage(model, promise, rewind, reader.index)
 
 
 def stage_need(reader: ShardReader, promise: Promise, rewind: int = REWIND) -> MemoryNeed:
     """Memory that a shard takes with this promise, in bytes."""
-    return memory_need(reader.config, reader.layers, promise, rewind)
+    return stage_memory(model_sizes(reader.config), reader.layers, promise, rewind)
 
 
 def _told(

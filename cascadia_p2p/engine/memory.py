@@ -9,7 +9,7 @@ from typing import Final
 import psutil
 
 from cascadia_p2p.engine.footprint import EXACT, Footprint
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part

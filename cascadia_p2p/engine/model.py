@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
 
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
+from cascadia_p2p.errors import ShardError
+from cascadia_p2p.types import Promise
+
+PartLoaded: TypeAlias = Callable[[str, int, int], None]
+"""Called with what was loaded, how many parts are loaded, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """What a stage is to hold and to have room for.
+
+    Args:
+        layers: numbers of its decoder layers.
+        promise: slots, context and rows a frame.
+        rewind: positions by which a stream can go back.
+    """
+
+    layers: range
+    promise: Promise
+    rewind: int
 
 
 class TensorSource(Protocol):
@@ -18,6 +41,21 @@ class TensorSource(Protocol):
         Raises:
             ShardError: there is no such tensor.
         """
+
+
+def checked_tensor(source: TensorSource, name: str, *shape: int) -> F32:
+    """A tensor of the shape that the model's config gives it.
+
+    Raises:
+        ShardError: there is none, or it has another shape.
+    """
+    tensor = source.tensor(name)
+    if tensor.shape != shape or tensor.dtype != np.float32:
+        raise ShardError(
+            f"tensor {name} is {tensor.dtype} {list(tensor.shape)}: the model's config asks for "
+            f"float32 {list(shape)}; export the model again"
+        )
+    return tensor
 
 
 class Layer(Protocol):
@@ -70,8 +108,8 @@ class StageModel(Protocol):
     def embed(self, ids: I32, x: F32) -> None:
         """Fill `x` [rows, hidden] from token ids, each 0 to the embedding's size - 1; first stage only."""
 
-    def enter(self, x: F32) -> None:
-        """Prepare for the first layer on these rows."""
+    def enter(self, rows: RowTable, x: F32) -> None:
+        """Prepare for the first layer on these rows; `x` is the residual."""
 
     def logits(self, x: F32) -> F32:
         """Logits of rows behind the last layer; last stage only.

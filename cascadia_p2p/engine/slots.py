@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.kernels.rows import I32
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import OperationKind, SegmentError

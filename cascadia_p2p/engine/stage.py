@@ -179,7 +179,7 @@ class Stage:
         )
         failed = np.full(len(x), -1, np.int32)
         self._slots.begin(segments)
-        if not self._run(partial(self._enter, inputs, x), segments, x):
+        if not self._run(partial(self._enter, rows, inputs, x), segments, x):
             return
         for layer in self._model.layers:
             if not self._run(partial(layer, rows, x, failed), segments, x):
@@ -189,12 +189,12 @@ class Stage:
         if (failed >= 0).any():
             self._fail_not_finite(segments, x, failed)
 
-    def _enter(self, inputs: Inputs, x: F32) -> None:
+    def _enter(self, rows: RowTable, inputs: Inputs, x: F32) -> None:
         if self._model.first:
             self._model.embed(np.ascontiguousarray(inputs, np.int32), x)
         else:
             x[...] = inputs
-        self._model.enter(x)
+        self._model.enter(rows, x)
 
     def _run(self, step: Callable[[], None], segments: Table, x: F32) -> bool:
         """Whether a step went well; otherwise all segments have failed, and the ring goes on without them."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from cascadia_p2p.errors import CheckpointError
+from cascadia_p2p.models.inkling import config as inkling
 from cascadia_p2p.models.inkling import names as inkling_names
-from cascadia_p2p.models.inkling.config import MODEL_TYPES, InklingConfig
+from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.layout import ModelLayout
+from cascadia_p2p.models.llama import config as llama
+from cascadia_p2p.models.llama import names as llama_names
+from cascadia_p2p.models.llama.config import LlamaConfig
 
-FAMILIES = ("inkling",)
+FAMILIES = ("inkling", "llama")
 
-ModelConfig = InklingConfig
-"""The config of any family."""
+ModelConfig: TypeAlias = InklingConfig | LlamaConfig
+"""The config of any family; all have layers, hidden, context, vocab_valid, eos_ids and to_json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,12 @@ def read_config(
         CheckpointError: no family of ours, or an impossible config.
     """
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise CheckpointError(
-            f"config.json has model_type {model_type!r}: expected one of {', '.join(MODEL_TYPES)}"
-        )
-    return "inkling", InklingConfig.from_json(config, generation_config)
+    if model_type in inkling.MODEL_TYPES:
+        return "inkling", InklingConfig.from_json(config, generation_config)
+    if model_type in llama.MODEL_TYPES:
+        return "llama", LlamaConfig.from_json(config, generation_config)
+    known = ", ".join((*inkling.MODEL_TYPES, *llama.MODEL_TYPES))
+    raise CheckpointError(f"config.json has model_type {model_type!r}: expected one of {known}")
 
 
 def read_source(
@@ -50,7 +56,11 @@ def read_source(
         CheckpointError: no family of ours, an impossible config, or tensors that are missing.
     """
     family, read = read_config(config, generation_config)
-    return SourceModel(family, read, inkling_names.layout(read, names))
+    match read:
+        case InklingConfig():
+            return SourceModel(family, read, inkling_names.layout(read, names))
+        case LlamaConfig():
+            return SourceModel(family, read, llama_names.layout(read, names))
 
 
 def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:
@@ -59,6 +69,8 @@ def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:
     Raises:
         CheckpointError: an unknown family, or an impossible config.
     """
-    if family not in FAMILIES:
-        raise CheckpointError(f"model family {family!r} is not known: expected one of {', '.join(FAMILIES)}")
-    return InklingConfig.from_json(config)
+    if family == "inkling":
+        return InklingConfig.from_json(config)
+    if family == "llama":
+        return LlamaConfig.from_export(config)
+    raise CheckpointError(f"model family {family!r} is not known: expected one of {', '.join(FAMILIES)}")

@@ -40,6 +40,8 @@ class TensorPlan:
         source_shapes: shapes that the source may have; in row-major order it holds the same numbers
             as `shape`, apart from what `pick` leaves out.
         pick: the part that is taken; None takes all.
+        paired: 0, or the size of a head of which the source keeps rows in pairs, row i of the first half in
+            front of row i of the second; without `pick`.
     """
 
     name: str
@@ -48,6 +50,7 @@ class TensorPlan:
     source: str
     source_shapes: tuple[tuple[int, ...], ...]
     pick: Pick | None = None
+    paired: int = 0
 
 
 @dataclass(frozen=True, slots=True)

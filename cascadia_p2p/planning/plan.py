@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from cascadia_p2p.engine.footprint import Backend, Footprint
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.models.sizes import Matrices, ModelSizes
 from cascadia_p2p.planning.machine import GPU_ALLOCATION, GpuMemory, Machine, gb, gib
 from cascadia_p2p.planning.measured import MeasuredNode

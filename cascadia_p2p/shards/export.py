@@ -12,7 +12,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cascadia_p2p.errors import CapacityError, CascadiaError, CheckpointError, UsageError
-from cascadia_p2p.models.family import SourceModel, read_source
+from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.models.layout import TensorPlan, names_in_words
 from cascadia_p2p.shards.encodings import Encodings
 from cascadia_p2p.shards.files import PART, WholeFile, write_whole
@@ -24,7 +24,6 @@ from cascadia_p2p.shards.manifest import (
     MANIFEST,
     MOST_SOURCES,
     TABLE,
-    TOKENIZER_FILES,
     FileEntry,
     Manifest,
     ShardTable,
@@ -32,9 +31,9 @@ from cascadia_p2p.shards.manifest import (
     layer_file,
     shard_directory,
 )
+from cascadia_p2p.shards.opening import open_source
 from cascadia_p2p.shards.placement import Placed, check_source, copy, place
-from cascadia_p2p.shards.safetensors import read_json_object
-from cascadia_p2p.shards.source import SafetensorsSource, Source
+from cascadia_p2p.shards.source import Source
 from cascadia_p2p.shards.split import check_split, choose_shards, even_split
 
 _WORK = ".export"
@@ -96,7 +95,7 @@ def export(
     shard's directory is the same to the byte however many are exported with it, and wherever.
 
     Args:
-        checkpoint: directory with `config.json` and safetensors files.
+        checkpoint: directory with `config.json` and safetensors files, or a GGUF file.
         out: directory to write; made if absent.
         shards: this many, of sizes as even as possible. Either this or `split`.
         split: layers of each shard.
@@ -112,8 +111,8 @@ def export(
         CascadiaError: `out` can not be written.
     """
     note = note or _silent
-    with SafetensorsSource(checkpoint) as source:
-        model = _read_model(source)
+    with open_source(checkpoint) as source:
+        model = source.model()
         sizes = _decide_split(model, shards, split)
         chosen = choose_shards(only, len(sizes))
         plans = [plan for work in _plan_work(model, sizes, chosen) for plan in work.plans]
@@ -147,8 +146,8 @@ def needed_files(
         CheckpointError: the checkpoint is not what it should be.
         UsageError: the split does not fit the model.
     """
-    with SafetensorsSource(checkpoint) as source:
-        model = _read_model(source)
+    with open_source(checkpoint) as source:
+        model = source.model()
         sizes = _decide_split(model, shards, split)
         work = _plan_work(model, sizes, choose_shards(only, len(sizes)))
         return tuple(sorted(source.files_of(_sources([plan for part in work for plan in part.plans]))))
@@ -192,7 +191,7 @@ class _Task:
         self.encodings = encodings
         self.chosen = chosen
         self.work = [_place(work, encodings) for work in _plan_work(model, split, chosen)]
-        self.tokenizer = [name for name in TOKENIZER_FILES if (source.path / name).is_file()]
+        self.tokenizer = source.tokenizer()
         if len(source.files) > MOST_SOURCES:
             raise CheckpointError(
                 f"{source.path} is spread over {len(source.files)} files: at most {MOST_SOURCES} are handled"
@@ -292,9 +291,7 @@ class _Task:
                 if work.shard == shard
             },
         )
-        content = {TABLE: table.to_bytes()} | {
-            name: (self.source.path / name).read_bytes() for name in self.tokenizer
-        }
+        content = {TABLE: table.to_bytes(), **{str(name): data for name, data in self.tokenizer.items()}}
         return {
             f"{directory}/{name}": write_whole(out / directory / name, data) for name, data in content.items()
         }
@@ -321,17 +318,11 @@ class _Task:
             config=self.model.config.to_json(),
             split=list(self.split),
             encodings=self.encodings,
-            tokenizer=self.tokenizer,
+            tokenizer=list(self.tokenizer),
             files=dict(files),
             fingerprint=self.fingerprint,
             sources={file: samples.get(file) for file in self.source.files},
         )
-
-
-def _read_model(source: Source) -> SourceModel:
-    config = read_json_object(source.path / "config.json")
-    generation = source.path / "generation_config.json"
-    return read_source(config, read_json_object(generation) if generation.exists() else None, source.names)
 
 
 def _decide_split(model: SourceModel, shards: int | None, split: Sequence[int] | None) -> tuple[int, ...]:

@@ -13,14 +13,13 @@ disagree about a file are not of one model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import orjson
 
 from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.shards.encodings import Encodings
-from cascadia_p2p.shards.files import file_sha256
-from cascadia_p2p.shards.manifest import FORMAT
+from cascadia_p2p.shards.manifest import FORMAT, TokenizerFile
 from cascadia_p2p.shards.source import Source
 
 
@@ -29,7 +28,7 @@ def fingerprint(
     model: SourceModel,
     split: Sequence[int],
     encodings: Encodings,
-    tokenizer: Sequence[str],
+    tokenizer: Mapping[TokenizerFile, bytes],
 ) -> str:
     """A sha256, in hex, over config, the source's identity, split, encodings and tokenizer.
 
@@ -44,7 +43,7 @@ def fingerprint(
         "config": model.config.to_json(),
         "split": list(split),
         "encodings": encodings.model_dump(mode="json"),
-        "tokenizer": {name: file_sha256(source.path / name) for name in tokenizer},
+        "tokenizer": {name: hashlib.sha256(data).hexdigest() for name, data in tokenizer.items()},
         "source": source.identity(),
     }
     return hashlib.sha256(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)).hexdigest()

@@ -70,6 +70,9 @@ def copy(source: Source, placed: Sequence[Placed], file: WholeFile, progress: Ca
     """
     for name, group in groupby(placed, key=lambda item: item.plan.source):
         parts = list(group)
+        if parts[0].plan.paired:
+            _copy_unpaired(source, parts[0], file, progress)
+            continue
         shape = source.shape(name)
         axis = parts[0].plan.pick.axis if parts[0].plan.pick else max(0, len(shape) - 1)
         outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
@@ -88,6 +91,23 @@ def copy(source: Source, placed: Sequence[Placed], file: WholeFile, progress: Ca
                     file.write(at, chosen)
                     progress(chosen.nbytes)
         file.settle(max(part.entry.offset + part.entry.nbytes for part in parts))
+
+
+def _copy_unpaired(source: Source, item: Placed, file: WholeFile, progress: Callable[[int], None]) -> None:
+    """Write a tensor whose rows stand in pairs within each head, with the halves of each head apart."""
+    plan, (rows, *rest) = item.plan, item.plan.shape
+    inner = math.prod(rest)
+    heads, half = rows // plan.paired, plan.paired // 2
+    step = max(1, PIECE_NUMBERS // (plan.paired * inner))
+    at = item.entry.offset
+    for head in range(0, heads, step):
+        count = min(step, heads - head)
+        size = plan.paired * inner
+        numbers = source.read(plan.source, head * size, count * size)
+        chosen = numbers.reshape(count, half, 2, inner).swapaxes(1, 2)
+        file.write(at, chosen)
+        progress(chosen.nbytes)
+        at += chosen.nbytes
 
 
 def _pieces(outer: int, length: int, inner: int) -> Iterator[tuple[range, range]]:

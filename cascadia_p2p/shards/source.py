@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import CheckpointError
+from cascadia_p2p.models.family import SourceModel, read_source
 from cascadia_p2p.shards import nvfp4
+from cascadia_p2p.shards.manifest import TOKENIZER_FILES, TokenizerFile
 from cascadia_p2p.shards.safetensors import Checkpoint, read_json_object
 
 QUANTISATION = "hf_quant_config.json"
@@ -28,7 +30,20 @@ class Source(Protocol):
 
     @property
     def path(self) -> Path:
-        """The directory that also holds `config.json` and the tokenizer."""
+        """Where it lies, for messages."""
+
+    def __enter__(self) -> Self:
+        """Used as a context manager, it closes its files."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def model(self) -> SourceModel:
+        """What it holds; raises CheckpointError when that is no model of ours."""
+
+    def tokenizer(self) -> dict[TokenizerFile, bytes]:
+        """The content of its tokenizer's files, by name."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -102,6 +117,17 @@ class SafetensorsSource:
     def files(self) -> tuple[str, ...]:
         """See `Source`."""
         return self._checkpoint.files
+
+    def model(self) -> SourceModel:
+        """See `Source`."""
+        config = read_json_object(self.path / "config.json")
+        generation = self.path / "generation_config.json"
+        return read_source(config, read_json_object(generation) if generation.exists() else None, self.names)
+
+    def tokenizer(self) -> dict[TokenizerFile, bytes]:
+        """See `Source`."""
+        found = [name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+        return {name: (self.path / name).read_bytes() for name in found}
 
     def require(self, names: Collection[str]) -> None:
         """See that the files of these tensors are here and whole, and hold weights.

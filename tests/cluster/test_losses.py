@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -158,6 +159,29 @@ def test_exo_13_every_waiting_client_is_told_and_the_node_is_served_again(local:
     local.others_live(shard)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
+def test_cas_04_a_node_that_falls_silent_is_lost_and_found_again(local: Local) -> None:
+    """Frozen, its ports stay open: only its silence tells."""
+    frozen = local.current[1].process
+    with plain(zmq.REQ, local.client) as request:
+        waits(request, 1)
+        busy(local, 1)
+        frozen.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            reply = json.loads(request.recv())
+            told = time.monotonic() - stopped
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+    assert reply["error"]["code"] == "ring_incomplete"
+    assert "missing: shard 1" in reply["error"]["message"]
+    assert "has not beaten for" in reply["error"]["message"]
+    assert 1.5 < told < 6
+    local.open()
+    local.right()
+    local.others_live(-1)
+
+
 def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_on(local: Local) -> None:
     before = dict(local.current)
     failed: dict[str, float] = {}
@@ -192,7 +216,10 @@ def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_
     local.others_live(-1)
 
 
-def test_stk_04_clients_ask_a_restarted_head_again_on_the_same_socket(local: Local) -> None:
+def test_stk_04_clients_ask_a_restarted_head_again_on_the_same_socket(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
     ours = Client(local.client, timeout_s=60)
     body = json.dumps({"token_ids": list(PROMPT.ids), "max_tokens": CASE.new_tokens}).encode()
     with ours, plain(zmq.REQ, local.client, REQ_RELAXED=1, REQ_CORRELATE=1, RCVTIMEO=500) as request:

@@ -275,8 +275,35 @@ def test_a_gap_in_the_shards_is_named_everywhere(
                 assert body["state"] == "looking"
                 assert await asyncio.to_thread(main, list(status)) == 0
                 assert "waiting for shard 1 (" in capsys.readouterr().out
+            assert await asyncio.to_thread(main, ["generate", "hi", "--endpoint", str(head.client)]) == 1
+            said = capsys.readouterr()
+            assert said.out == ""
+            assert said.err.startswith("cascadia-p2p: the ring is incomplete: ")
+            assert "missing: shard 1" in said.err
             await ring.start(model, shard=1)
             await right(await ring.open())
+
+    run(scenario())
+
+
+def test_clients_of_a_node_that_leaves_are_told(shards: Shards, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        model = shards(CASE, (6, 6))
+        async with fleet(tmp_path) as ring:
+            head = await ring.start(model, shard=0)
+            tail = await ring.start(model, shard=1)
+            await ring.open()
+            for leaver, shard in ((tail, 1), (head, 0)):
+                waiting = [asyncio.create_task(ask(head, PROMPT.ids, max_tokens=490)) for _ in range(6)]
+                await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "all six wait")
+                await leaver.stop()
+                for error in await asyncio.gather(*waiting, return_exceptions=True):
+                    assert isinstance(error, RequestError), error
+                    assert error.code is ErrorCode.RING_INCOMPLETE
+                    assert f"{label(leaver)} left" in error.message or shard == 0
+                if leaver is tail:
+                    await ring.start(model, shard=1)
+                    await ring.open()
 
     run(scenario())
 

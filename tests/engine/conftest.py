@@ -12,6 +12,9 @@ from cascadia_p2p.engine.kernels import (
     compiling,
     convolution,
     norms,
+    residual,
+    rotary,
+    rotary_attention,
     router,
     vocabulary,
 )
@@ -20,6 +23,6 @@ from cascadia_p2p.engine.kernels import (
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> None:
     """All kernels that tests of one thread need, compiled or loaded before any clock runs."""
-    assert all((attention, convolution, norms, router, vocabulary))
+    assert all((attention, convolution, norms, residual, rotary, rotary_attention, router, vocabulary))
     compiling.set_threads(1)
     compiling.warm_up()

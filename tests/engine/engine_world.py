@@ -9,10 +9,12 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
-from cascadia_p2p.models.inkling.model import InklingStageModel, StagePlan
+from cascadia_p2p.models.family import ModelConfig
+from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
 from cascadia_p2p.types import Promise
@@ -70,33 +72,33 @@ def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int
 NO_OPERATIONS = operations()
 
 
-class Ring:
-    """All stages of one model.
+class Stages:
+    """All stages of one model of any family.
 
     Args:
-        recipe: the sample model.
+        config: of the whole model.
         split: layers of each stage.
-        weights: in place of those that belong to the recipe and seed 0.
+        source: the weights.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
+        config: ModelConfig,
         split: Sequence[int],
+        source: TensorSource,
         promise: Promise = PROMISE,
-        weights: SampleWeights | None = None,
         threads: int = 1,
         rewind: int = 16,
     ) -> None:
-        source = weights or sample_weights(recipe)
         ends = np.cumsum(split).tolist()
+        build = stage_builder(config)
         self.stages = [
             Stage(
-                InklingStageModel(
-                    recipe.config(),
+                build(
                     StagePlan(range(end - count, end), promise, rewind),
                     source,
                     OpenVINOBackend("CPU", threads, promise.rows),
+                    None,
                 ),
                 promise,
                 rewind,
@@ -153,3 +155,24 @@ class Ring:
             else:
                 assert len(records) == 0
         return tuple(made)
+
+
+class Ring(Stages):
+    """All stages of a sample Inkling model.
+
+    Args:
+        recipe: the sample model.
+        split: layers of each stage.
+        weights: in place of those that belong to the recipe and seed 0.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        split: Sequence[int],
+        promise: Promise = PROMISE,
+        weights: SampleWeights | None = None,
+        threads: int = 1,
+        rewind: int = 16,
+    ) -> None:
+        super().__init__(recipe.config(), split, weights or sample_weights(recipe), promise, threads, rewind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-from cascadia_p2p.engine.kernels.attention import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.memory import MemoryNeed, stage_memory
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.inkling.sizes import attention_sizes

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,32 +10,13 @@ from cascadia_p2p.engine.kernels.attention import Attention, AttentionWeights
 from cascadia_p2p.engine.kernels.convolution import ResidualConvolution
 from cascadia_p2p.engine.kernels.norms import embed, normalise
 from cascadia_p2p.engine.kernels.router import Router
+from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights, MatrixBackend, Projections
-from cascadia_p2p.engine.model import Layer, TensorSource
+from cascadia_p2p.engine.model import Layer, PartLoaded, StagePlan, TensorSource, checked_tensor
 from cascadia_p2p.engine.slots import block_table, cached_positions
-from cascadia_p2p.errors import ShardError
 from cascadia_p2p.models.inkling.config import AttentionShape, InklingConfig
 from cascadia_p2p.models.inkling.layer import DenseMlp, InklingLayer, Mlp, SparseMlp, Workspace
 from cascadia_p2p.models.inkling.sizes import attention_sizes
-from cascadia_p2p.types import Promise
-
-LoadProgress = Callable[[str, int, int], None]
-"""Called with what was loaded, how many parts are loaded, and how many there are."""
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """What a stage is to hold and to have room for.
-
-    Args:
-        layers: numbers of its decoder layers.
-        promise: slots, context and rows a frame.
-        rewind: positions by which a stream can go back.
-    """
-
-    layers: range
-    promise: Promise
-    rewind: int
 
 
 class InklingStageModel:
@@ -59,7 +39,7 @@ class InklingStageModel:
         plan: StagePlan,
         source: TensorSource,
         backend: MatrixBackend,
-        progress: LoadProgress | None = None,
+        progress: PartLoaded | None = None,
     ) -> None:
         build = _Builder(config, plan, source, backend)
         self._config = config
@@ -105,7 +85,7 @@ class InklingStageModel:
     def embed(self, ids: I32, x: F32) -> None:
         embed(ids, self._embedding, self._embedding_norm, self._config.eps, x)
 
-    def enter(self, x: F32) -> None:
+    def enter(self, rows: RowTable, x: F32) -> None:
         views = self._workspace.cut(len(x))
         normalise(x, self._first_norm, self._config.eps, views.normed)
 
@@ -136,13 +116,7 @@ class _Builder:
         self._tables: dict[int, I32] = {}
 
     def weight(self, name: str, *shape: int) -> F32:
-        tensor = self.source.tensor(name)
-        if tensor.shape != shape or tensor.dtype != np.float32:
-            raise ShardError(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}: the model's config asks for "
-                f"float32 {list(shape)}; export the model again"
-            )
-        return tensor
+        return checked_tensor(self.source, name, *shape)
 
     def small(self, name: str, *shape: int) -> F32:
         """A copy in memory, independent of the source."""

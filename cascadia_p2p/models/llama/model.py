@@ -1,0 +1,160 @@
+"""Builds the part of a Llama model that one stage holds, from weights and a matrix backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cascadia_p2p.engine.kernels.norms import normalise
+from cascadia_p2p.engine.kernels.residual import ResidualSum
+from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
+from cascadia_p2p.engine.kernels.rows import RowTable
+from cascadia_p2p.engine.matrix import F32, I32, GatedWeights, MatrixBackend
+from cascadia_p2p.engine.model import Layer, PartLoaded, StagePlan, TensorSource, checked_tensor
+from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.models.llama.config import LlamaConfig
+from cascadia_p2p.models.llama.layer import LlamaLayer, Workspace
+
+
+class LlamaStageModel:
+    """Embedding, layers and head of one stage; a `StageModel`.
+
+    Args:
+        config: of the whole model.
+        plan: which layers, and room for what.
+        source: the weights.
+        backend: for the large matrices.
+        progress: called behind the embedding, each layer and the head.
+
+    Raises:
+        ShardError: a tensor is missing or has another shape.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        plan: StagePlan,
+        source: TensorSource,
+        backend: MatrixBackend,
+        progress: PartLoaded | None = None,
+    ) -> None:
+        build = _Builder(config, plan, source, backend)
+        self._config = config
+        self._workspace = build.workspace
+        self.first, self.last = plan.layers.start == 0, plan.layers.stop == config.layers
+        self.head_rows = min(plan.promise.slots, plan.promise.rows)
+        parts = len(plan.layers) + self.first + self.last
+        loaded = 0
+
+        def done(part: str) -> None:
+            nonlocal loaded
+            loaded += 1
+            if progress is not None:
+                progress(part, loaded, parts)
+
+        if self.first:
+            self._embedding = checked_tensor(source, "embed.weight", config.vocab, config.hidden)
+            done("embedding")
+        self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)
+        self._layers: list[Layer] = []
+        for number in plan.layers:
+            self._layers.append(build.layer(number))
+            done(f"layer {number}")
+        if self.last:
+            self._final_norm = build.small("final_norm", config.hidden)
+            weight = checked_tensor(source, "head.weight", config.vocab, config.hidden)
+            self._head = backend.projections([weight], "head")
+            self._head_input = np.zeros((self.head_rows, config.hidden), np.float32)
+            done("head")
+
+    @property
+    def hidden(self) -> int:
+        return self._config.hidden
+
+    @property
+    def vocab(self) -> int:
+        return self._config.vocab_valid
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return self._layers
+
+    def embed(self, ids: I32, x: F32) -> None:
+        x[...] = self._embedding[ids]
+
+    def enter(self, rows: RowTable, x: F32) -> None:
+        views = self._workspace.cut(rows)
+        normalise(x, self._first_norm, self._config.eps, views.normed)
+
+    def logits(self, x: F32) -> F32:
+        normed = self._head_input[: len(x)]
+        normalise(np.ascontiguousarray(x), self._final_norm, self._config.eps, normed)
+        (logits,) = self._head(normed)
+        return logits
+
+
+class _Builder:
+    """Makes the parts of one stage."""
+
+    def __init__(
+        self, config: LlamaConfig, plan: StagePlan, source: TensorSource, backend: MatrixBackend
+    ) -> None:
+        self.config, self.plan, self.source, self.backend = config, plan, source, backend
+        frequencies = config.rotary.frequencies()
+        self.workspace = Workspace(plan.promise.rows, config.hidden, config.q_width, frequencies)
+        # Layers that cache the same number of positions have their blocks at the same places.
+        self._tables: dict[int, I32] = {}
+
+    def small(self, name: str, *shape: int) -> F32:
+        """A copy in memory, independent of the source."""
+        return np.array(checked_tensor(self.source, name, *shape), np.float32)
+
+    def layer(self, number: int) -> LlamaLayer:
+        c, at, weight = self.config, f"layers.{number}.", self._weight
+        widths = {"q": c.q_width, "k": c.kv_width, "v": c.kv_width}
+        project = self.backend.projections(
+            [weight(at + part, width, c.hidden) for part, width in widths.items()], f"{at}qkv"
+        )
+        output = self.backend.projections([weight(f"{at}o", c.hidden, c.q_width)], f"{at}o")
+        mlp = GatedWeights(
+            weight(f"{at}gate", c.width, c.hidden),
+            weight(f"{at}up", c.width, c.hidden),
+            weight(f"{at}down", c.hidden, c.width),
+        )
+        o_bias = self.small(f"{at}o_bias", c.hidden) if c.o_bias else None
+        following = None
+        if number + 1 in self.plan.layers:
+            following = self.small(f"layers.{number + 1}.attn_norm", c.hidden)
+        return LlamaLayer(
+            number,
+            project,
+            self._attention(number, at),
+            output,
+            ResidualSum(c.hidden, o_bias, self.small(f"{at}mlp_norm", c.hidden), c.eps, number),
+            self.backend.gated_mlp(mlp, 1.0, f"{at}mlp"),
+            ResidualSum(c.hidden, None, following, c.eps, number),
+            self.workspace,
+        )
+
+    def _weight(self, name: str, *shape: int) -> F32:
+        return checked_tensor(self.source, name, *shape)
+
+    def _attention(self, number: int, at: str) -> RotaryAttention:
+        c, plan = self.config, self.plan
+        window = c.windows[number]
+        sizes = RotarySizes(c.heads, c.kv_heads, c.head_dim, c.rotary.dims // 2, window)
+        weights = RotaryWeights(
+            self._maybe(c.qkv_bias, f"{at}q_bias", c.q_width),
+            self._maybe(c.qkv_bias, f"{at}k_bias", c.kv_width),
+            self._maybe(c.qkv_bias, f"{at}v_bias", c.kv_width),
+            self._maybe(c.qk_norm, f"{at}q_norm", c.head_dim),
+            self._maybe(c.qk_norm, f"{at}k_norm", c.head_dim),
+        )
+        positions = cached_positions(plan.promise, window, plan.rewind)
+        if positions not in self._tables:
+            self._tables[positions] = block_table(plan.promise.slots, positions)
+        return RotaryAttention(sizes, weights, self._tables[positions], c.eps)
+
+    def _maybe(self, there: bool, name: str, width: int) -> F32:
+        return self.small(name, width) if there else np.empty(0, np.float32)
