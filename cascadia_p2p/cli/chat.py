@@ -38,30 +38,34 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     configure_logs("console", "error")
     forgive_encodings()
-    interactive = sys.stdin.isatty()
     with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
-        talk = Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning)
-        talk.begin(greet=interactive)
-        for message in read_messages(PROMPT):
-            if not message.strip():
-                continue
-            word = message.strip()
-            if word == "/quit":
-                break
-            if word in COMMANDS or (interactive and _COMMAND.fullmatch(word)):
-                talk.command(word)
-                continue
-            try:
-                talk.turn(message)
-            except CascadiaError as error:
-                if not interactive:
-                    raise
-                _note(str(error))
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                _note("(stopped)")
+        converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))
     return 0
+
+
+def converse(talk: Talk) -> None:
+    """Ask each message that is typed or piped, until there is none or /quit."""
+    interactive = sys.stdin.isatty()
+    talk.begin(greet=interactive)
+    for message in read_messages(PROMPT):
+        if not message.strip():
+            continue
+        word = message.strip()
+        if word == "/quit":
+            break
+        if word in COMMANDS or (interactive and _COMMAND.fullmatch(word)):
+            talk.command(word)
+            continue
+        try:
+            talk.turn(message)
+        except CascadiaError as error:
+            if not interactive:
+                raise
+            _note(str(error))
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            _note("(stopped)")
 
 
 @dataclass
