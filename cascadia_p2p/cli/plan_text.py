@@ -58,7 +58,7 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
     lines = [
         f"{sizes.family}: {len(sizes.layers)} layers of width {sizes.hidden}, "
         + (f"{sparse} of them with experts, " if sparse else "")
-        + f"{sizes.weights / 1e9:.1f} billion weights",
+        + f"{_count(sizes.weights)} weights",
         f"experts {footprint.experts}, projections {footprint.projections}, head {footprint.head} on "
         f"{footprint.backend}: {gb(weights)} = {gib(weights)} of weights in memory",
         f"{promise.slots} slots of {promise.context} positions, {promise.rows} rows a frame",
@@ -69,6 +69,10 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
     if planned := [form for form in forms if form.value not in {each.value for each in Encoding}]:
         lines.append(f"note: exports in {' and '.join(planned)} come with a later version")
     return lines
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
 
 
 def _machine(stage: PlannedStage, memory: str | None) -> str:

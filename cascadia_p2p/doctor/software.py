@@ -4,46 +4,50 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
+import cascadia_p2p
 from cascadia_p2p import __version__
 from cascadia_p2p.doctor.finding import Finding, Level
 from cascadia_p2p.doctor.host import Host, version_of
 from cascadia_p2p.wire import PROTOCOL
 
-LEAST: Final[Mapping[str, str]] = {
-    "filelock": "3.16",
-    "ifaddr": "0.2",
-    "ml-dtypes": "0.5",
-    "numba": "0.61",
-    "numpy": "2.0",
-    "openvino": "2026.3",
-    "orjson": "3.10",
-    "platformdirs": "4.3",
-    "psutil": "6.0",
-    "pydantic": "2.10",
-    "pyzmq": "26.4",
-    "rich": "13.9",
-    "structlog": "24.4",
-    "tbb": "2022",
-    "tokenizers": "0.21",
-    "zeroconf": "0.140",
-}
-"""Packages and the least version of each, as the project declares them."""
-
 _SHOWN: Final = ("numpy", "numba", "openvino", "pyzmq", "zeroconf")
 _LEAST_PYTHON: Final = (3, 11)
-_ON_X86_ONLY: Final = "tbb"
 _COMMAND: Final = "cascadia-p2p"
+_PROJECT: Final = "cascadia-p2p"
+_REQUIREMENT: Final = re.compile(
+    r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^]]*\])?\s*(?:>=\s*([0-9][0-9.]*))?[^;]*(;.*)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """A package that this program declares to need.
+
+    Args:
+        name: of the package.
+        least: version that it needs at least; empty for any.
+        everywhere: False for one that only some systems need.
+    """
+
+    name: str
+    least: str
+    everywhere: bool
 
 
 def check_software(host: Host) -> Iterator[Finding]:
     """Python, packages and installations."""
     yield check_python(sys.version_info[:3], sys.maxsize > 2**32)
-    yield check_packages(installed_versions())
+    needed = requirements()
+    yield check_packages(needed, installed_versions(needed))
     yield check_installation(host, shutil.which(_COMMAND))
 
 
@@ -60,32 +64,62 @@ def check_python(version: tuple[int, ...], wide: bool) -> Finding:
     return Finding("python", Level.OK, message)
 
 
-def installed_versions() -> dict[str, str | None]:
-    """The version of every needed package; None where it is absent."""
-    found: dict[str, str | None] = {}
-    for name in LEAST:
+def requirements() -> list[Requirement]:
+    """What this installation declares, or the source tree that it runs from; empty when neither is there."""
+    try:
+        lines = importlib.metadata.requires(_PROJECT) or []
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(cascadia_p2p.__file__).parents[1] / "pyproject.toml"
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+            lines = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+        except (OSError, KeyError, tomllib.TOMLDecodeError):
+            lines = []
+    return read_requirements(lines)
+
+
+def read_requirements(lines: Iterable[str]) -> list[Requirement]:
+    """Requirements as packages declare them, without those of extras."""
+    found: list[Requirement] = []
+    for line in lines:
+        match = _REQUIREMENT.fullmatch(line)
+        if match is not None and "extra ==" not in (match[3] or ""):
+            found.append(Requirement(match[1], match[2] or "", match[3] is None))
     return found
 
 
-def check_packages(found: Mapping[str, str | None]) -> Finding:
+def installed_versions(needed: Iterable[Requirement]) -> dict[str, str | None]:
+    """The version of every needed package; None where it is absent."""
+    found: dict[str, str | None] = {}
+    for each in needed:
+        try:
+            found[each.name] = importlib.metadata.version(each.name)
+        except importlib.metadata.PackageNotFoundError:
+            found[each.name] = None
+    return found
+
+
+def check_packages(needed: Sequence[Requirement], found: Mapping[str, str | None]) -> Finding:
     """That every package is there and new enough."""
     wrong: list[str] = []
-    for name, least in LEAST.items():
-        version = found.get(name)
+    for each in needed:
+        version = found.get(each.name)
         if version is None:
-            if name != _ON_X86_ONLY or platform.machine().lower() in ("x86_64", "amd64"):
-                wrong.append(f"{name} is missing")
-        elif version_of(version) < version_of(least):
-            wrong.append(f"{name} is {version}, needed is {least}")
+            if each.everywhere:
+                wrong.append(f"{each.name} is missing")
+        elif version_of(version) < version_of(each.least):
+            wrong.append(f"{each.name} is {version}, needed is {each.least}")
     if wrong:
         return Finding(
             "packages", Level.FAIL, "; ".join(wrong), "install again with 'pip install .' in this environment"
         )
-    shown = ", ".join(f"{name} {found[name]}" for name in _SHOWN)
+    shown = ", ".join(f"{name} {found[name]}" for name in _SHOWN if found.get(name))
+    if not needed:
+        return Finding(
+            "packages",
+            Level.WARN,
+            "what this program needs is not declared here",
+            "install it with 'pip install .'",
+        )
     return Finding("packages", Level.OK, shown, facts=dict(found.items()))
 
 

@@ -39,12 +39,14 @@ from cascadia_p2p.doctor.memory import (
 from cascadia_p2p.doctor.power import check_clock, check_power
 from cascadia_p2p.doctor.processor import check_processor, judge_processor
 from cascadia_p2p.doctor.software import (
-    LEAST,
+    Requirement,
     check_installation,
     check_packages,
     check_python,
     check_software,
     installed_versions,
+    read_requirements,
+    requirements,
 )
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory
 from cascadia_p2p.types import Promise
@@ -91,11 +93,22 @@ def test_versions_are_read_as_numbers(text: str, numbers: tuple[int, ...]) -> No
 # --- software -----------------------------------------------------------------------------------------
 
 
-def test_least_versions_are_those_of_the_project() -> None:
+def test_what_is_needed_is_what_the_project_declares() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = dict(line.partition(";")[0].strip().split(">=") for line in project["dependencies"])
-    assert {name: LEAST.get(name) for name in declared} == declared
-    assert set(LEAST) <= set(declared)
+    declared = {line.partition(";")[0].strip(): ";" not in line for line in project["dependencies"]}
+    found = {f"{each.name}>={each.least}": each.everywhere for each in requirements()}
+    assert found == declared
+
+
+def test_requirements_are_read_as_packages_spell_them() -> None:
+    lines = ["numpy>=2.0", "tbb>=2022; platform_machine == 'x86_64'", "pytest>=8.3; extra == 'dev'", "rich"]
+    lines += ["pydantic [email] >= 2.10, <3"]
+    assert read_requirements(lines) == [
+        Requirement("numpy", "2.0", True),
+        Requirement("tbb", "2022", False),
+        Requirement("rich", "", True),
+        Requirement("pydantic", "2.10", True),
+    ]
 
 
 def test_this_environment_is_found_right() -> None:
@@ -108,9 +121,12 @@ def test_this_environment_is_found_right() -> None:
 
 def test_old_or_narrow_pythons_and_packages_fail() -> None:
     assert levels(check_python((3, 10, 4), True), check_python((3, 13, 0), False)) == ["fail", "fail"]
-    good = installed_versions()
-    assert check_packages(good).level is Level.OK
-    found = check_packages({**good, "numpy": "1.26.4", "pyzmq": None})
+    needed = requirements()
+    good = installed_versions(needed)
+    assert check_packages(needed, good).level is Level.OK
+    assert check_packages(needed, {**good, "tbb": None}).level is Level.OK
+    assert check_packages([], {}).level is Level.WARN
+    found = check_packages(needed, {**good, "numpy": "1.26.4", "pyzmq": None})
     assert (found.level, found.message) == (Level.FAIL, "numpy is 1.26.4, needed is 2.0; pyzmq is missing")
     assert "pip install" in found.advice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -210,6 +211,17 @@ def test_a_pc_twice_as_fast_takes_about_twice_the_layers() -> None:
     order = [next(each for each in nodes if each.name == name) for name in names(plan)]
     others = [(a, b, 42 - a - b) for a in range(9, 14) for b in range(18, 24)]
     assert rate(plan) >= max(rate_of(order, split, 64) for split in others) * (1 - 1e-9)
+
+
+def test_many_unequal_nodes_are_planned_in_seconds() -> None:
+    nodes = [node(f"pc {n}", 40e9 + 7e9 * (n * 7 % 20)) for n in range(20)]
+    start = time.perf_counter()
+    plan = make_plan(question(nodes, streams=64))
+    assert time.perf_counter() - start < 60
+    assert sum(plan.split) == 42
+    even = (*[3] * 2, *[2] * 18)
+    assert rate(plan) > 1.2 * rate_of(nodes, even, 64)
+    assert {left.name for left in plan.left_out} | set(names(plan)) == {each.name for each in nodes}
 
 
 def test_few_streams_put_layers_where_they_are_fastest() -> None:
