@@ -9,6 +9,9 @@ from types import ModuleType
 
 import pytest
 
+from cascadia_p2p.catalog import KNOWN, pull
+from cascadia_p2p.errors import UnreachableError
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -25,3 +28,12 @@ def netlab() -> ModuleType:
     if reason is not None:
         pytest.skip(reason)
     return module
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """The SmolLM2 GGUF in the user's cache, or a skip with the reason why it can not be had."""
+    try:
+        return pull(KNOWN["smollm2-135m"])
+    except UnreachableError as error:
+        pytest.skip(f"the real model is not here: {error}")

@@ -98,7 +98,8 @@ def test_convolution_with_residual_and_norm(width: int, taps: int, counts: list[
         layer(table((2, at, count), (0, at, count)), x, update, normed, failed)
         wanted = np.concatenate([expected[0, here], expected[1, here]])
         close(x, wanted)
-        close(normed, rms(wanted, norm), 1e-5)
+        # Of the sum as rounded: where it nearly cancels, the norm would show its rounding many times over.
+        close(normed, rms(x, norm), 1e-5)
         assert (failed == -1).all()
         at += count
 

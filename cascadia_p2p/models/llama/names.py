@@ -111,8 +111,8 @@ def layout(
             f"{names_in_words(missing)}"
         )
     unknown = sorted(name for name in present - needed if not spelling.unused.fullmatch(name))
-    known = (f"{spelling.layer.format(number)}" for number in range(config.layers))
-    if odd := [name for name in unknown if name.startswith(tuple(known))]:
+    inside = tuple(spelling.layer.format(number) for number in range(config.layers))
+    if odd := [name for name in unknown if name.startswith(inside)]:
         raise CheckpointError(
             f"the checkpoint has {len(odd)} tensors in its layers that this family does not compute with "
             f"({names_in_words(odd)}): it is a model of another kind"

@@ -49,6 +49,11 @@ def read_rotary(fields: Fields, head_dim: int, context: int) -> Rotary:
         CheckpointError: a kind of scaling that is not computed here, or impossible numbers.
     """
     inner = fields.mapping("rope_parameters") or fields.mapping("rope_scaling") or Fields({})
+    if nested := [name for name in ("full_attention", "sliding_attention") if inner.has(name)]:
+        raise CheckpointError(
+            f"config.json turns heads differently in each kind of layer ({', '.join(nested)}): "
+            "that is not computed here"
+        )
     theta = inner.positive("rope_theta", fields.positive("rope_theta", DEFAULT_THETA))
     share = inner.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", 1.0))
     dims = int(head_dim * share)
