@@ -40,6 +40,10 @@ ALLOWED = {
     "catalog": {"errors", "types"},
     "client": {"errors", "types", "wire", "transport", "discovery"},
     "planning": {"errors", "types", "models", "engine"},
+    "doctor": {
+        *("errors", "types", "config", "wire", "models", "shards", "engine", "transport", "discovery"),
+        *("planning", "node"),
+    },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
 }

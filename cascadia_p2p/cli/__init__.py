@@ -23,8 +23,10 @@ COMMANDS: Final = {
     "export": "turn a checkpoint into shards, one directory for each PC",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
+    "chat": "talk with the model in a terminal",
     "status": "show the ring, its nodes and what is missing",
     "plan": "say which PC takes which layers, what that needs, and how fast it will be",
+    "doctor": "look at this PC, its network and its fleet, and say what to do",
     "demo": "run a whole ring on this machine and ask it one question",
 }
 """Name and one line of help; each is the module of that name with `configure(parser)` and `run(args)`."""

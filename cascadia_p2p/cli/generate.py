@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import cast
 
-from cascadia_p2p.client import Client
+from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings
+from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import UsageError
+from cascadia_p2p.logs import configure_logs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -17,32 +20,106 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--token-ids", metavar="1,2,3", help="the prompt as token ids")
     parser.add_argument(
-        "--max-tokens", type=_positive, default=128, metavar="N", help="new tokens, at most (default: 128)"
+        "--chat", action="store_true", help="PROMPT is what a user says: print the model's answer to it"
     )
+    add_answer_flags(parser, max_tokens=128)
     parser.add_argument(
         "--stop-token-ids", metavar="1,2,3", help="ids that end the answer, besides the model's own"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind the model's end of sequence")
-    parser.add_argument("--json", action="store_true", help="print the whole reply as JSON")
+    parser.add_argument("--stream", action="store_true", help="print the answer as it comes")
+    parser.add_argument(
+        "--json", action="store_true", help="print the whole reply as JSON; with --stream a line a piece"
+    )
     add_flags(parser, "endpoint", "fleet", "timeout")
+
+
+def add_answer_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Give a command the flags of answers."""
+    parser.add_argument(
+        "--max-tokens",
+        type=_positive,
+        default=max_tokens,
+        metavar="N",
+        help=f"new tokens, at most (default: {max_tokens})",
+    )
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
+    parser.add_argument(
+        "--reasoning-effort",
+        metavar="X",
+        help="how much to reason: 0.0 to 0.99, or none, low, medium, high, max",
+    )
+
+
+def answer_options(args: argparse.Namespace) -> ChatOptions:
+    """What the flags of `add_answer_flags` ask for."""
+    options: ChatOptions = {"max_tokens": args.max_tokens}
+    if args.stop:
+        options["stop"] = args.stop
+    if args.reasoning_effort is not None:
+        try:
+            options["reasoning_effort"] = float(args.reasoning_effort)
+        except ValueError:
+            options["reasoning_effort"] = args.reasoning_effort
+    return options
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and print the text (token ids when the model has no tokenizer)."""
     config = load_config(flags_of(args), file=args.config)
-    prompt = _prompt(args)
+    configure_logs("console", "error")
+    forgive_encodings()
+    prompt, options = _prompt(args), answer_options(args)
+    if args.stop_token_ids:
+        options["stop_token_ids"] = _ids(args.stop_token_ids, "--stop-token-ids")
+    if args.ignore_eos:
+        options["ignore_eos"] = True
+    messages = _messages(args, prompt)
     with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
-        reply = client.generate(
-            prompt,
-            max_tokens=args.max_tokens,
-            stop_token_ids=_ids(args.stop_token_ids, "--stop-token-ids") if args.stop_token_ids else (),
-            ignore_eos=args.ignore_eos,
+        if args.stream:
+            _print_pieces(
+                client.stream(None if messages else prompt, messages=messages, **options), args.json
+            )
+            return 0
+        reply = (
+            client.chat(messages, **options)
+            if messages is not None
+            else client.generate(prompt, **cast(Options, options))
         )
     if args.json:
         print(reply.model_dump_json(exclude_none=True))
     else:
         print(reply.text if reply.text is not None else ",".join(map(str, reply.token_ids)))
     return 0
+
+
+def _print_pieces(answer: Stream, as_json: bool) -> None:
+    printer = AnswerPrinter(sys.stdout)
+    with answer:
+        for piece in answer:
+            if as_json:
+                print(piece.model_dump_json(exclude_none=True), flush=True)
+            else:
+                printer.show(piece)
+    if as_json:
+        print(answer.reply.model_dump_json(exclude_none=True))
+    else:
+        printer.end()
+
+
+def _messages(args: argparse.Namespace, prompt: Prompt) -> list[dict[str, object]] | None:
+    """The conversation, when flags make the prompt one."""
+    if not args.chat and args.system is None and args.reasoning_effort is None:
+        return None
+    if not isinstance(prompt, str):
+        raise UsageError(
+            "--token-ids is a prompt as it is: leave out --chat, --system and --reasoning-effort"
+        )
+    said: list[dict[str, object]] = [{"role": "user", "content": prompt}]
+    return said if args.system is None else [{"role": "system", "content": args.system}, *said]
 
 
 def _prompt(args: argparse.Namespace) -> str | list[int]:

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     configure_logs(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_live(config, args.while_stdin_open))
 
 
@@ -118,6 +118,7 @@ def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
             signal.signal(kind, before[kind])
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes an event loop that can serve ZeroMQ's sockets; None where the usual one can."""
     # ZeroMQ's descriptors need a loop that can watch them; Windows' default one can not.
     return asyncio.SelectorEventLoop if sys.platform == "win32" else None

@@ -12,6 +12,7 @@ from typing import Final
 import orjson
 import psutil
 
+from cascadia_p2p.catalog import KNOWN, source_path
 from cascadia_p2p.cli.plan_text import enough, show
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.engine.footprint import EMBEDDING_BYTES, Backend, Footprint, Form
@@ -37,6 +38,7 @@ from cascadia_p2p.planning.report import as_json
 from cascadia_p2p.planning.split import Split, fewest_stages
 from cascadia_p2p.shards.encodings import Encodings
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
+from cascadia_p2p.shards.opening import open_source
 from cascadia_p2p.shards.safetensors import read_json_object
 from cascadia_p2p.types import Promise
 
@@ -62,9 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "source",
-        type=Path,
         metavar="CONFIG",
-        help="directory of a checkpoint or of an export, or a config.json or manifest.json alone",
+        help="directory of a checkpoint or of an export, a config.json or manifest.json alone, a .gguf file, "
+        "or a name that 'pull' knows",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="PCs (default: the fewest that suffice)")
     parser.add_argument(
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         CascadiaError: a flag is wrong, or a file can not be read.
     """
     config = load_config(flags_of(args), file=args.config)
-    subject = _read_subject(args.source)
+    subject = _read_subject(source_path(args.source, lambda note: print(note, file=sys.stderr)))
     footprint = _footprint(args, config, subject)
     sizes = model_sizes(subject.config)
     promise = Promise(config.slots, min(config.context, sizes.context), config.rows)
@@ -135,13 +137,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_subject(source: Path) -> _Subject:
+    if source.suffix == ".gguf" and source.is_file():
+        with open_source(source) as checkpoint:
+            return _Subject(checkpoint.model().config)
     path = source
     if source.is_dir():
         path = next((source / name for name in (MANIFEST, _CONFIG) if (source / name).is_file()), source)
+        if path is source and any(source.glob("*.gguf")):
+            with open_source(source) as checkpoint:
+                return _Subject(checkpoint.model().config)
     if not path.is_file():
         raise UsageError(
-            f"{source} holds neither {_CONFIG} nor {MANIFEST}: give the directory of a checkpoint or of an "
-            "export, or one of these files"
+            f"{source} is no model: give the directory of a checkpoint or of an export, its {_CONFIG} or "
+            f"{MANIFEST} alone, a .gguf file, or one of the names {', '.join(KNOWN)}"
         )
     content = read_json_object(path)
     if "format" in content and "split" in content:
@@ -161,6 +169,10 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
     if backend == "kernels" and not on_cpu:
         raise UsageError(
             f"--backend kernels computes on the CPU, not on {config.device}: leave one of them out"
+        )
+    if not on_cpu and not config.device.startswith("GPU"):
+        raise UsageError(
+            f"--device {config.device}: what weights take there is not known; plan for CPU or GPU"
         )
     chosen = {
         "kernels": Backend.KERNELS,

@@ -14,7 +14,7 @@ from cascadia_p2p.planning.plan import Option, Plan, PlannedStage
 from cascadia_p2p.shards.encodings import Encoding
 from cascadia_p2p.shards.split import spell_split
 
-_WIDTH = 160
+_WIDTH = 180
 """Columns of a table, at most; one that is too wide for the terminal is still better whole."""
 
 
@@ -58,7 +58,7 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
     lines = [
         f"{sizes.family}: {len(sizes.layers)} layers of width {sizes.hidden}, "
         + (f"{sparse} of them with experts, " if sparse else "")
-        + f"{sizes.weights / 1e9:.1f} billion weights",
+        + f"{_count(sizes.weights)} weights",
         f"experts {footprint.experts}, projections {footprint.projections}, head {footprint.head} on "
         f"{footprint.backend}: {gb(weights)} = {gib(weights)} of weights in memory",
         f"{promise.slots} slots of {promise.context} positions, {promise.rows} rows a frame",
@@ -69,6 +69,10 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
     if planned := [form for form in forms if form.value not in {each.value for each in Encoding}]:
         lines.append(f"note: exports in {' and '.join(planned)} come with a later version")
     return lines
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f} billion" if number >= 1e9 else f"{number / 1e6:.0f} million"
 
 
 def _machine(stage: PlannedStage, memory: str | None) -> str:
@@ -84,7 +88,11 @@ def _stages(plan: Plan) -> Table:
     timed = plan.stages[0].seconds is not None
     table = Table(box=None, pad_edge=False, title="GiB, by node", title_justify="left")
     titles = ["node", "layers", *map(_short, parts), "caches", "buffers", "reserve", "total", "of"]
-    titles += (["GPU", "of"] if on_gpu else []) + ["lacks", "GB a token"] + (["ms a frame"] if timed else [])
+    titles += (
+        (["GPU", "of"] if on_gpu else [])
+        + ["lacks", "GB a token"]
+        + (["ms a frame", "t/s without"] if timed else [])
+    )
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < 2 else "right", no_wrap=True)
     rows = [(stage, _row(stage, parts, on_gpu, timed)) for stage in plan.stages]
@@ -113,7 +121,10 @@ def _row(stage: PlannedStage, parts: Sequence[Part], on_gpu: bool, timed: bool) 
         counts += [need.gpu, machine.gpu or 0]
     cells = [_number(count) for count in (*counts, stage.lack)]
     cells.append(f"{stage.read / 1e9:.2f}")
-    return [*cells, f"{(stage.seconds or 0) * 1e3:.1f}"] if timed else cells
+    if timed:
+        cells.append(f"{(stage.seconds or 0) * 1e3:.1f}")
+        cells.append("-" if stage.without is None else f"{stage.without:.2f}")
+    return cells
 
 
 def _number(count: int) -> str:
@@ -160,8 +171,9 @@ def _options(plan: Plan) -> Table:
     for title in titles:
         table.add_column(title, justify="left" if title in titles[:2] else "right")
     for option in plan.options:
+        kind = ", at its least" if option.lean else ""
         table.add_row(
-            f"{option.backend}{' (this plan)' if option.planned else ''}",
+            f"{option.backend}{kind}{' (this plan)' if option.planned else ''}",
             option.gpu or "",
             _slots(option, slots),
             "no number" if option.fewest is None else str(option.fewest),

@@ -15,6 +15,7 @@ from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
 from cascadia_p2p.errors import RequestError, UnreachableError, WireError
+from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.types import Endpoint
 
@@ -30,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask the head, or any node while there is no head, and print what it knows."""
     config = load_config(flags_of(args), file=args.config)
+    configure_logs("console", "error")
     body = _ask(config)
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

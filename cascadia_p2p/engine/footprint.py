@@ -53,9 +53,10 @@ class Rule:
     output: float = 0.0
     least: float | None = None
 
-    def bytes_of(self, matrices: Matrices) -> int:
-        """What these matrices take."""
-        return round(matrices.weights * self.weight + matrices.outputs * self.output)
+    def bytes_of(self, matrices: Matrices, lean: bool = False) -> int:
+        """What these matrices take, under the best circumstances if `lean`."""
+        weight = self.least if lean and self.least is not None else self.weight
+        return round(matrices.weights * weight + matrices.outputs * self.output)
 
 
 RULES: Final[Mapping[tuple[Backend, Form], Rule]] = {
@@ -95,6 +96,7 @@ class Footprint:
         projections: form of the attention projections.
         head: form of the vocabulary head.
         embedding: form of the embedding.
+        lean: whether a backend whose needs vary is taken at its least.
     """
 
     backend: Backend = Backend.OPENVINO_CPU
@@ -102,11 +104,18 @@ class Footprint:
     projections: Form = Form.F32
     head: Form = Form.F32
     embedding: Form = Form.F32
+    lean: bool = False
 
     @property
     def known(self) -> bool:
         """Whether the backend can multiply in these forms."""
         return all((self.backend, form) in RULES for form in (self.experts, self.projections, self.head))
+
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on circumstances what the backend takes for these forms."""
+        forms = (self.experts, self.projections, self.head)
+        return any(RULES[self.backend, form].least is not None for form in forms)
 
     def form(self, part: Part) -> Form:
         """How a part is kept."""
@@ -121,7 +130,7 @@ class Footprint:
         """What these matrices take in memory."""
         if matrices.part is Part.EMBEDDING:
             return round(matrices.weights * EMBEDDING_BYTES[self.embedding])
-        return self.rule(matrices.part).bytes_of(matrices)
+        return self.rule(matrices.part).bytes_of(matrices, self.lean)
 
     def largest_of(self, matrices: Matrices) -> int:
         """The largest single allocation for these matrices."""

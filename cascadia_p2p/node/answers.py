@@ -1,15 +1,32 @@
-"""From a client's request to a stream of token ids, and from a finished stream to the reply."""
+"""From a client's request to a stream of token ids, and from the stream's tokens to pieces and the reply."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn, cast
+
+from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest
+from cascadia_p2p.text.chat import Chat
+from cascadia_p2p.text.reply import Piece, PlainSplitter, ReplyReader, Splitter
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import StreamId
-from cascadia_p2p.wire.messages import FinishReason, GenerateReply, GenerateRequest, Timings, Usage
+from cascadia_p2p.wire.messages import (
+    ChatMessage,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    StreamPiece,
+    Timings,
+    ToolCall,
+    Usage,
+)
+
+LONG_TEXT: Final = 20_000
+"""Characters of a prompt from which turning it into ids would hold up an event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,69 +42,193 @@ class ModelFacts:
     eos_ids: frozenset[int]
 
 
+class Answer:
+    """One answer as it grows.
+
+    Args:
+        request: what it answers.
+        reader: turns its tokens into text; None for a model without a tokenizer.
+    """
+
+    def __init__(self, request: GenerateRequest, reader: ReplyReader | None) -> None:
+        self._request = request
+        self._reader = reader
+        self._ids: list[int] = []
+        self._told = 0
+        self._seq = 0
+        self._shown: list[Piece] = []
+        # A whole answer is turned into text at once; only who must know it earlier pays for each token.
+        self._eager = request.stream or bool(request.stop)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._reader is not None and self._reader.stopped
+
+    def take(self, tokens: Iterable[int]) -> None:
+        """Add tokens as they come; those behind a stop string do not count."""
+        if not self._eager:
+            self._ids += tokens
+            return
+        for token in tokens:
+            if self.stopped:
+                return
+            self._ids.append(token)
+            if self._reader is not None:
+                self._reader.add(token)
+
+    def piece(self) -> StreamPiece | None:
+        """What has become visible since the last piece, or None."""
+        shown = self._take()
+        if self._reader is None:
+            return self._make_piece(None) if self._told < len(self._ids) else None
+        return self._make_piece(shown) if shown else None
+
+    def finish(self) -> StreamPiece | None:
+        """No token comes any more: the last piece, with all that was held back, or None."""
+        if self._reader is not None:
+            if not self._eager:
+                self._reader.extend(self._ids)
+            self._reader.finish()
+        shown = self._take()
+        if not shown and self._told == len(self._ids):
+            return None
+        return self._make_piece(None if self._reader is None else shown)
+
+    def reply(self, stream: Stream, finish: FinishReason) -> GenerateReply:
+        """The reply, behind `finish`; an id that ended the answer is the last of `token_ids`, not text."""
+        calls = self._reader.calls if self._reader is not None else ()
+        return GenerateReply(
+            id=self._request.id,
+            text=None if self._reader is None else "".join(piece.text for piece in self._shown),
+            reasoning="".join(piece.reasoning for piece in self._shown) or None,
+            tool_calls=tuple(
+                ToolCall(function={"name": call.name, "arguments": cast(JsonValue, call.arguments)})
+                for call in calls
+            )
+            or None,
+            token_ids=tuple(self._ids),
+            finish_reason=finish,
+            usage=Usage(prompt_tokens=len(stream.request.prompt), completion_tokens=len(self._ids)),
+            timings=_timings(stream, len(self._ids)),
+            seq=self._seq + 1 if self._request.stream else None,
+            final=True if self._request.stream else None,
+        )
+
+    def _take(self) -> Piece:
+        piece = Piece() if self._reader is None else self._reader.take()
+        if piece:
+            self._shown.append(piece)
+        return piece
+
+    def _make_piece(self, shown: Piece | None) -> StreamPiece:
+        self._seq += 1
+        ids, self._told = tuple(self._ids[self._told :]), len(self._ids)
+        return StreamPiece(
+            id=self._request.id,
+            seq=self._seq,
+            text=None if shown is None else shown.text,
+            reasoning=None if shown is None else shown.reasoning or None,
+            token_ids=ids,
+        )
+
+
 class AnswerDesk:
-    """Judges requests before any frame is sent, and words the replies.
+    """Judges requests before any frame is sent; safe to use from several threads.
 
     Args:
         facts: of the model.
         tokenizer: None when the model came without one; then only `token_ids` are taken.
+        chat: how the model chats.
     """
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, chat: Chat | None = None) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
+        self._chat = chat
 
-    def accept(self, request: GenerateRequest, stream: StreamId) -> StreamRequest:
-        """The stream that answers `request`.
+    def is_long(self, request: GenerateRequest) -> bool:
+        """Whether `accept` may take long."""
+        texts = [message.content or "" for message in request.messages or ()]
+        return len(texts) > 100 or sum(map(len, texts)) + len(request.prompt or "") > LONG_TEXT
+
+    def accept(self, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
+        """The stream that answers `request`, and what its answer is read with.
 
         Raises:
             RequestError: `bad_request` for a prompt that this model can not take; carries the request's id.
         """
-        if request.stream:
-            self._refuse(request, "field 'stream': streaming comes later: leave it out or send false")
-        ids = self._ids(request)
-        wrong = next((token for token in (*ids, *request.stop_token_ids) if token >= self._facts.vocab), None)
-        if wrong is not None:
-            field = "token_ids" if wrong in ids else "stop_token_ids"
-            text = f"field '{field}' holds {wrong}: this model's ids are 0 to {self._facts.vocab - 1}"
-            self._refuse(request, text)
+        try:
+            ids, ends, splitter = self._read(request)
+        except RequestError as error:
+            raise RequestError(error.code, error.message, request_id=request.id) from None
+        top = self._facts.vocab - 1
+        if max(request.stop_token_ids, default=0) > top:
+            text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
+            self._refuse(request, f"{text}: this model's ids are 0 to {top}")
+        if max(ids) > top:
+            text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
+            self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")
+        if request.stop and self._tokenizer is None:
+            self._refuse(
+                request, "this model came without a tokenizer: send 'stop_token_ids' instead of 'stop'"
+            )
         stops = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
-            stops |= self._facts.eos_ids
-        return StreamRequest(stream, ids, request.max_tokens, stops)
+            stops |= ends
+        reader = None if splitter is None else ReplyReader(splitter, request.stop or ())
+        return StreamRequest(stream, ids, request.max_tokens, stops), Answer(request, reader)
 
-    def reply(self, request: GenerateRequest, stream: Stream, finish: FinishReason) -> GenerateReply:
-        """The answer of a stream that ended well; a stop id is the last of `token_ids` and not in `text`."""
-        generated = stream.ids[len(stream.request.prompt) :]
-        shown = generated[:-1] if finish is FinishReason.STOP else generated
-        return GenerateReply(
-            id=request.id,
-            text=self._tokenizer.decode(shown) if self._tokenizer is not None else None,
-            token_ids=tuple(generated),
-            finish_reason=finish,
-            usage=Usage(prompt_tokens=len(stream.request.prompt), completion_tokens=len(generated)),
-            timings=_timings(stream),
-        )
-
-    def _ids(self, request: GenerateRequest) -> tuple[int, ...]:
+    def _read(self, request: GenerateRequest) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
+        """The prompt's ids, the ids that end an answer to it, and what splits that into its parts."""
+        if request.messages is not None:
+            return self._read_messages(request, request.messages)
+        ends = self._facts.eos_ids or (self._chat.eos_ids if self._chat is not None else frozenset())
+        splitter = None
+        if self._tokenizer is not None:
+            splitter = PlainSplitter(self._tokenizer, ends | frozenset(request.stop_token_ids))
         if request.token_ids is not None:
-            return request.token_ids
+            return request.token_ids, ends, splitter
         if self._tokenizer is None:
             self._refuse(request, "this model came without a tokenizer: send 'token_ids' instead of 'prompt'")
         ids = tuple(self._tokenizer.encode(request.prompt or ""))
         if not ids:
             self._refuse(request, "field 'prompt' gives no token: send some text")
-        return ids
+        return ids, ends, splitter
+
+    def _read_messages(
+        self, request: GenerateRequest, messages: tuple[ChatMessage, ...]
+    ) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
+        if self._chat is None:
+            self._refuse(
+                request, "this model came without a tokenizer: send 'token_ids' instead of 'messages'"
+            )
+        prompt = self._chat.prompt(
+            [_plain(message) for message in messages], tools=request.tools, effort=request.reasoning_effort
+        )
+        if not prompt.ids:
+            self._refuse(request, "field 'messages' gives no token: the model's chat template writes nothing")
+        ends = self._facts.eos_ids | self._chat.end_ids
+        splitter = self._chat.splitter(prompt, ends | frozenset(request.stop_token_ids))
+        return prompt.ids, ends, splitter
 
     def _refuse(self, request: GenerateRequest, message: str) -> NoReturn:
         raise RequestError(ErrorCode.BAD_REQUEST, message, request_id=request.id)
 
 
-def _timings(stream: Stream) -> Timings:
+def _plain(message: ChatMessage) -> dict[str, object]:
+    """A message as chat templates know it."""
+    plain: dict[str, object] = message.model_dump(mode="json", exclude_none=True)
+    if (reasoning := plain.pop("reasoning", None)) is not None:
+        plain["reasoning_content"] = plain["thinking"] = reasoning
+    return plain
+
+
+def _timings(stream: Stream, count: int) -> Timings:
     started = stream.submitted_at if stream.started_at is None else stream.started_at
     first = started if stream.first_token_at is None else stream.first_token_at
     last = first if stream.last_token_at is None else stream.last_token_at
-    rate = (stream.generated - 1) / (last - first) if stream.generated > 1 and last > first else None
+    rate = (count - 1) / (last - first) if count > 1 and last > first else None
     return Timings(
         queue_s=round(started - stream.submitted_at, 6),
         ttft_s=round(first - stream.submitted_at, 6),

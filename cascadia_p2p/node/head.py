@@ -1,4 +1,4 @@
-"""The head's door for clients: requests in, exactly one final reply out for each."""
+"""The head's door for clients: requests in, exactly one final reply out for each, pieces of it before."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import AnswerDesk
+from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
-from cascadia_p2p.ring.scheduler import Update
+from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
-from cascadia_p2p.transport.looping import Delivery, SocketClosedError
+from cascadia_p2p.transport.looping import SocketClosedError
 from cascadia_p2p.types import StreamId
 from cascadia_p2p.wire.messages import (
     CancelReply,
     CancelRequest,
     ErrorReply,
+    FinishReason,
     GenerateRequest,
     StatusReply,
     StatusRequest,
     decode_request,
     encode,
 )
+
+PIECE_S: Final = 0.02
+"""Least time between two pieces of one answer: tokens that come faster are sent together."""
+
+MAX_PIECES: Final = 256
+"""Pieces of one answer that may wait for a client that does not take them."""
 
 _log = structlog.get_logger()
 
@@ -43,12 +51,23 @@ class DataCaller(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
-    """A request that has no final reply yet."""
+    """A request that has no final reply yet.
+
+    Args:
+        route: the way back.
+        request: what was asked.
+        answer: None while the prompt is still being read.
+        piece_at: when its last piece was sent.
+        cancelled: its client wants no more pieces.
+    """
 
     route: Route
     request: GenerateRequest
+    answer: Answer | None = None
+    piece_at: float = float("-inf")
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +120,11 @@ class HeadService:
         self._numbers = itertools.count(1)
         self._pending: dict[StreamId, _Pending] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox(server, self._cancel_connection)
+        self._due: set[StreamId] = set()
+        self._due_timer: asyncio.TimerHandle | None = None
         self.counts = HeadCounts()
 
     @property
@@ -124,26 +147,33 @@ class HeadService:
         for stream in list(self._pending):
             self._data.call(lambda stream=stream: self._conductor.drop(stream, error))  # type: ignore[misc]
             self._fail(stream, error)
-        for task in self._tasks:
+        for task in (*self._tasks, *self._reading):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._reading, return_exceptions=True)
+        if self._due_timer is not None:
+            self._due_timer.cancel()
+        self._outbox.close()
         self._server.close()
 
     def deliver(self, updates: Sequence[Update]) -> None:
         """Take what happened to streams; in the event loop."""
         for update in updates:
-            pending = self._pending.get(update.stream.request.stream)
-            if pending is None or not update.terminal:
+            stream = update.stream.request.stream
+            pending = self._pending.get(stream)
+            if pending is None or pending.answer is None:
                 continue
-            if update.error is not None:
-                self._fail(update.stream.request.stream, update.error)
+            pending.answer.take(update.tokens)
+            if pending.answer.stopped:
+                self._finish(pending, pending.answer, update.stream, FinishReason.STOP)
+                if not update.terminal:
+                    self._drop(stream, "a stop string was met")
+            elif update.error is not None:
+                self._send_piece(stream, pending)
+                self._fail(stream, update.error)
             elif update.finish is not None:
-                del self._pending[update.stream.request.stream]
-                reply = self._desk.reply(pending.request, update.stream, update.finish)
-                self.counts.finished += 1
-                self.counts.prompt_tokens += reply.usage.prompt_tokens
-                self.counts.completion_tokens += reply.usage.completion_tokens
-                self._send(pending.route, encode(reply))
+                self._finish(pending, pending.answer, update.stream, update.finish)
+            elif pending.request.stream:
+                self._offer_piece(stream, pending)
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -153,18 +183,19 @@ class HeadService:
                 event = await self._server.receive()
                 match event:
                     case ClientCall():
-                        self._take(event.route, event.data)
+                        self._take(event)
                     case ClientFault():
                         self._refuse(event.route, RequestError(ErrorCode.BAD_REQUEST, event.reason))
                     case ClientGone():
                         self._cancel_connection(event.connection)
 
-    def _take(self, route: Route, data: bytes) -> None:
+    def _take(self, call: ClientCall) -> None:
+        route = call.route
         try:
-            request = decode_request(data)
+            request = decode_request(call.data)
             match request:
                 case GenerateRequest():
-                    self._generate(route, request)
+                    self._generate(route, request, one_reply=call.one_reply)
                 case CancelRequest():
                     cancelled = self._cancel(route, request.id)
                     self._send(route, encode(CancelReply(id=request.id, cancelled=cancelled)))
@@ -177,22 +208,69 @@ class HeadService:
             _log.exception("request_failed", message="a request could not be handled")
             self._refuse(route, RequestError(ErrorCode.INTERNAL, "the head could not handle this request"))
 
-    def _generate(self, route: Route, request: GenerateRequest) -> None:
+    def _generate(self, route: Route, request: GenerateRequest, *, one_reply: bool) -> None:
         if request.id is not None and self._find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
                 f"field 'id': '{request.id}' is still being answered on this connection: choose another",
                 request_id=request.id,
             )
+        if request.stream and one_reply:
+            raise RequestError(
+                ErrorCode.BAD_REQUEST,
+                "field 'stream': a REQ socket takes one reply a request: use a DEALER socket, or send false",
+                request_id=request.id,
+            )
         stream = StreamId(next(self._numbers))
-        accepted = self._desk.accept(request, stream)
-        self._pending[stream] = _Pending(route, request)
+        pending = _Pending(route, request)
+        if self._desk.is_long(request):
+            self._pending[stream] = pending
+            task = asyncio.create_task(self._read(stream, pending), name="prompt")
+            self._reading.add(task)
+            task.add_done_callback(self._reading.discard)
+            return
+        accepted, pending.answer = self._desk.accept(request, stream)
+        self._pending[stream] = pending
+        self._submit(accepted)
+
+    async def _read(self, stream: StreamId, pending: _Pending) -> None:
+        """Accept a request whose prompt takes long to be turned into ids."""
+        try:
+            accepted, answer = await asyncio.to_thread(self._desk.accept, pending.request, stream)
+        except RequestError as error:
+            failure = error
+        except Exception:
+            _log.exception("request_failed", message="a request could not be handled")
+            failure = RequestError(
+                ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
+            )
+        else:
+            # Its client may have gone meanwhile.
+            if stream in self._pending:
+                pending.answer = answer
+                self._submit(accepted)
+            return
+        if self._pending.pop(stream, None) is not None:
+            self._refuse(pending.route, failure)
+
+    def _submit(self, accepted: StreamRequest) -> None:
         self.counts.accepted += 1
         self._data.call(lambda: self._conductor.submit(accepted, self._refused))
 
     def _refused(self, stream: StreamId, error: RequestError) -> None:
         """The scheduler has no place for a stream; called in the data thread."""
         self._loop.call_soon_threadsafe(self._fail, stream, error)
+
+    def _finish(self, pending: _Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
+        del self._pending[stream.request.stream]
+        piece = answer.finish()
+        if piece is not None and pending.request.stream:
+            self._outbox.send(pending.route, encode(piece))
+        reply = answer.reply(stream, finish)
+        self.counts.finished += 1
+        self.counts.prompt_tokens += reply.usage.prompt_tokens
+        self.counts.completion_tokens += reply.usage.completion_tokens
+        self._send(pending.route, encode(reply))
 
     def _fail(self, stream: StreamId, error: RequestError) -> None:
         pending = self._pending.pop(stream, None)
@@ -222,10 +300,16 @@ class HeadService:
         stream = self._find(route, request_id)
         if stream is None:
             return False
-        self._drop(stream, "the client cancelled this request")
+        pending = self._pending[stream]
+        pending.cancelled = True
+        if pending.answer is None:
+            self._fail(stream, RequestError(ErrorCode.CANCELLED, "the client cancelled this request"))
+        else:
+            self._drop(stream, "the client cancelled this request")
         return True
 
     def _cancel_connection(self, connection: int) -> None:
+        self._outbox.forget(connection)
         for stream, pending in list(self._pending.items()):
             if pending.route.connection == connection:
                 del self._pending[stream]
@@ -237,8 +321,39 @@ class HeadService:
         self._data.call(lambda: self._conductor.drop(stream, error))
 
     def _send(self, route: Route, data: bytes) -> None:
-        if self._server.reply(route, data) is Delivery.GONE:
-            self._cancel_connection(route.connection)
+        self._outbox.send(route, data)
+
+    # --- pieces -------------------------------------------------------------------------------------------
+
+    def _offer_piece(self, stream: StreamId, pending: _Pending) -> None:
+        """Send what has become visible: at once, or a little later together with what follows."""
+        if self._loop.time() - pending.piece_at >= PIECE_S:
+            self._send_piece(stream, pending)
+            return
+        self._due.add(stream)
+        if self._due_timer is None:
+            self._due_timer = self._loop.call_later(PIECE_S, self._send_due)
+
+    def _send_due(self) -> None:
+        self._due_timer = None
+        due, self._due = self._due, set()
+        for stream in due:
+            if (pending := self._pending.get(stream)) is not None:
+                self._send_piece(stream, pending)
+
+    def _send_piece(self, stream: StreamId, pending: _Pending) -> None:
+        if not pending.request.stream or pending.cancelled or pending.answer is None:
+            return
+        piece = pending.answer.piece()
+        if piece is None:
+            return
+        pending.piece_at = self._loop.time()
+        self._outbox.send(pending.route, encode(piece), stream)
+        if self._outbox.waiting(pending.route, stream) > MAX_PIECES:
+            self._outbox.discard(pending.route, stream)
+            text = f"the client has not taken the last {MAX_PIECES} pieces of the answer: read them faster"
+            self._fail(stream, RequestError(ErrorCode.SLOW_CLIENT, text))
+            self._drop(stream, text)
 
     async def _expire(self) -> None:
         while True:

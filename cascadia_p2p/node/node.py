@@ -315,7 +315,7 @@ class Node:
             server.close()
             self._end(error)
             return
-        desk = AnswerDesk(self._model.facts, self._worker.tokenizer)
+        desk = AnswerDesk(self._model.facts, self._worker.tokenizer, self._worker.chat)
         self._head = HeadService(
             server,
             desk,

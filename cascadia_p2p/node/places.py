@@ -20,6 +20,7 @@ from cascadia_p2p.node.answers import ModelFacts
 from cascadia_p2p.ring.profile import NodeProfile
 from cascadia_p2p.shards.manifest import Manifest, shard_directory
 from cascadia_p2p.shards.reader import held_shards, held_sources
+from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
@@ -84,8 +85,15 @@ class LocalModel:
         """
         if "tokenizer.json" not in self.manifest.tokenizer:
             return None
+        return Tokenizer.load(self._directory_of(shard) / "tokenizer.json")
+
+    def chat(self, shard: int, tokenizer: Tokenizer) -> Chat:
+        """How the model chats, by the files that lie with a shard."""
+        return Chat.load(self._directory_of(shard), tokenizer)
+
+    def _directory_of(self, shard: int) -> Path:
         inside = self.directory / shard_directory(shard)
-        return Tokenizer.load((inside if inside.is_dir() else self.directory) / "tokenizer.json")
+        return inside if inside.is_dir() else self.directory
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from cascadia_p2p.node.seat import Seat
 from cascadia_p2p.ring import events
 from cascadia_p2p.ring.actions import SwitchEpoch
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress
+from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Epoch, Promise
 from cascadia_p2p.wire.frames import FrameLimits
@@ -43,11 +44,13 @@ class LoadedShard:
         shard: its index.
         stage: the engine.
         tokenizer: with shard 0, when the model has one.
+        chat: beside the tokenizer.
     """
 
     shard: int
     stage: Stage
     tokenizer: Tokenizer | None
+    chat: Chat | None = None
 
 
 class _GivenUpError(Exception):
@@ -89,6 +92,11 @@ class Worker:
         """The model's, once shard 0 is loaded here; None when it has none."""
         return None if self.loaded is None else self.loaded.tokenizer
 
+    @property
+    def chat(self) -> Chat | None:
+        """How the model chats, once shard 0 is loaded here; None when it has no tokenizer."""
+        return None if self.loaded is None else self.loaded.chat
+
     def start(self) -> None:
         """Take frames from now on."""
         self._data.start()
@@ -127,7 +135,10 @@ class Worker:
                 lambda progress: self._loaded(shard, progress),
             )
             tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
-            self.loaded = LoadedShard(shard, stage, tokenizer)
+            chat = self._places.model.chat(shard, tokenizer) if tokenizer is not None else None
+            if chat is not None and chat.fault is not None:
+                _log.warning("chat_template", message=f"messages can not be taken: {chat.fault}")
+            self.loaded = LoadedShard(shard, stage, tokenizer, chat)
             # What was loaded lives as long as the process: a collection that walks it would stall frames.
             gc.collect()
             gc.freeze()

@@ -21,10 +21,11 @@ from cascadia_p2p.planning.stagetime import Reading, StageTimes
 from cascadia_p2p.types import Promise
 
 _FEW: Final = (1, 2, 4, 8)
-_WAYS: Final[tuple[tuple[Backend, GpuMemory | None], ...]] = (
-    (Backend.KERNELS, None),
-    (Backend.OPENVINO_CPU, None),
-    *((Backend.OPENVINO_GPU, limit) for limit in reversed(GpuMemory)),
+_WAYS: Final[tuple[tuple[Backend, GpuMemory | None, bool], ...]] = (
+    (Backend.KERNELS, None, False),
+    (Backend.OPENVINO_CPU, None, False),
+    (Backend.OPENVINO_CPU, None, True),
+    *((Backend.OPENVINO_GPU, limit, False) for limit in reversed(GpuMemory)),
 )
 
 
@@ -39,6 +40,8 @@ class PlannedStage:
         lack: bytes that it lacks, of all its memory or of the GPU's share, whichever lacks more; 0 if none.
         read: bytes that it reads for one token of a lone stream.
         seconds: for a frame at the planned number of streams; None without measurements.
+        without: tokens a second that the ring would give without this node; None without measurements, and
+            where the rest has no room.
     """
 
     machine: Machine
@@ -47,6 +50,7 @@ class PlannedStage:
     lack: int
     read: int
     seconds: float | None = None
+    without: float | None = None
 
     @property
     def over_gpu(self) -> bool:
@@ -64,6 +68,7 @@ class Option:
     Args:
         backend: who multiplies.
         gpu: what the GPU may take; None when the CPU multiplies.
+        lean: whether the backend's needs, which vary, are taken at their least.
         slots: streams of the planned context that the planned number of PCs holds, at most the planned slots;
             0 when not one fits.
         fewest: PCs that hold all that is planned; None when no number does.
@@ -72,6 +77,7 @@ class Option:
 
     backend: Backend
     gpu: GpuMemory | None
+    lean: bool
     slots: int
     fewest: int | None
     planned: bool
@@ -88,7 +94,7 @@ class Plan:
         stages: in ring order.
         problem: why it can not work, in one sentence; empty when it can.
         advice: what else would work, a sentence each.
-        options: what equal PCs hold, by backend; none for unequal ones.
+        options: what equal PCs hold, by backend; none for unequal ones or a split that is given.
         left_out: harmful nodes, with reasons.
         standby: nodes that have nothing to do.
         needed: why the slowest node stays although it slows the ring down; empty when there is no such thing.
@@ -188,7 +194,7 @@ class _Planner:
             left_out=left_out,
             standby=standby,
             needed=self._needed(arrangement) if fits else "",
-            predictions=self._predictions(arrangement) if self.question.measured else (),
+            predictions=self._predictions(arrangement) if fits and self.question.measured else (),
         )
 
     def _arranged(self, places: tuple[Place, ...]) -> Arrangement | None:
@@ -217,8 +223,11 @@ class _Planner:
 
     def _stages(self, arrangement: Arrangement) -> tuple[PlannedStage, ...]:
         seconds: Sequence[float | None] = [None] * len(arrangement.places)
+        without: Sequence[float | None] = seconds
         if self.question.measured:
             seconds = self.search.ring(arrangement).predict(self.question.streams).stages
+            if self.question.split is None:
+                without = self.search.rates_without(arrangement)
         lacks = self._lacks(arrangement)
         return tuple(
             PlannedStage(
@@ -228,9 +237,10 @@ class _Planner:
                 lack=max(lack, 0),
                 read=round(self.reading.stage(layers, 1)),
                 seconds=time,
+                without=rate,
             )
-            for place, layers, lack, time in zip(
-                arrangement.places, arrangement.layers, lacks, seconds, strict=True
+            for place, layers, lack, time, rate in zip(
+                arrangement.places, arrangement.layers, lacks, seconds, without, strict=True
             )
         )
 
@@ -281,15 +291,16 @@ class _Planner:
         """What PCs like these hold, whoever multiplies."""
         question = self.question
         first = question.machines[0]
-        if any(replace(each, name="") != replace(first, name="") for each in question.machines):
+        unequal = any(replace(each, name="") != replace(first, name="") for each in question.machines)
+        if unequal or question.split is not None:
             return ()
         found: list[Option] = []
-        for backend, gpu in _WAYS:
-            footprint = replace(question.demand.footprint, backend=backend)
-            if not footprint.known:
+        for backend, gpu, lean in _WAYS:
+            footprint = replace(question.demand.footprint, backend=backend, lean=lean)
+            if not footprint.known or (lean and not footprint.varies):
                 continue
             limit = None if gpu is None else gpu.limit(first.shown)
-            planned = backend is question.demand.footprint.backend and limit == first.gpu
+            planned = footprint == question.demand.footprint and limit == first.gpu
             found.append(self._option(footprint, replace(first, gpu=limit), gpu, planned))
         return tuple(found)
 
@@ -303,7 +314,7 @@ class _Planner:
 
         all_slots = fewest(demand.promise.slots)
         slots = _largest(demand.promise.slots, lambda n: (fewest(n) or count + 1) <= count)
-        return Option(footprint.backend, gpu, slots, all_slots, planned)
+        return Option(footprint.backend, gpu, footprint.lean, slots, all_slots, planned)
 
     def _needed(self, arrangement: Arrangement) -> str:
         """Why the slowest node can not be left out, where that would help."""

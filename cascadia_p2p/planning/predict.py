@@ -158,12 +158,10 @@ class Ring:
             return (
                 f"node {name}: {stages[slowest] * 1e3:.1f} ms a frame, the others {rest * 1e3:.1f} on average"
             )
-        longest = max(hops, key=lambda hop: hop.seconds)
         network = sum(hop.seconds for hop in hops)
         return (
-            f"the trip of {trip * 1e3:.0f} ms, as there are too few frames to keep all nodes busy: "
-            f"{network / trip:.0%} of it network, node {name} {stages[slowest] / trip:.0%}, "
-            f"hop {longest.sender} to {longest.receiver} {longest.seconds / trip:.0%}"
+            f"the trip of {trip * 1e3:.0f} ms, too few frames to keep all nodes busy "
+            f"(network {network / trip:.0%}, node {name} {stages[slowest] / trip:.0%})"
         )
 
 

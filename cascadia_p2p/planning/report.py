@@ -49,6 +49,7 @@ def as_json(plan: Plan) -> dict[str, JsonValue]:
             {
                 "backend": each.backend.value,
                 "gpu_limit": each.gpu,
+                "lean": each.lean,
                 "slots": each.slots,
                 "fewest_nodes": each.fewest,
                 "planned": each.planned,
@@ -91,6 +92,7 @@ def _stage(stage: PlannedStage) -> JsonValue:
         "lack": stage.lack,
         "read": stage.read,
         "frame_s": stage.seconds,
+        "tokens_s_without": stage.without,
     }
 
 

@@ -29,6 +29,9 @@ BALANCE_ROWS: Final = 8
 WORTH: Final = 1.02
 """A ring without a node must be this much faster for the node to be called harmful."""
 
+_ALL_ENDS: Final = 12
+_SLOWEST_ENDS: Final = 5
+
 _ROWS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -168,6 +171,16 @@ class Search:
             arrangement, rate = smaller, after
         return arrangement, tuple(left)
 
+    def rates_without(self, arrangement: Arrangement) -> tuple[float | None, ...]:
+        """Tokens a second if each place in turn were left out; None where the rest has no room."""
+        if len(arrangement.places) < 2:
+            return (None,) * len(arrangement.places)
+        rates: dict[object, float | None] = {}
+        for place in _different(arrangement.places):
+            rest = self._without(arrangement, place)
+            rates[_kind(place)] = None if rest is None else self.rate(rest, self._streams)
+        return tuple(rates[_kind(place)] for place in arrangement.places)
+
     def missing_without(self, arrangement: Arrangement, place: Place) -> int:
         """Bytes that the node with the least room would lack if this place were left out; 0 when none."""
         rest = [each for each in arrangement.places if each is not place]
@@ -238,21 +251,42 @@ class Search:
 
 
 def _orders(places: tuple[Place, ...]) -> list[tuple[Place, ...]]:
-    """This order, and every other choice of the first and the last."""
+    """This order, and others that differ in the first and the last.
+
+    Of many nodes only the slowest are tried there, because the ends can be given the lightest work.
+    """
     if len(places) < 2 or len(_different(places)) == 1:
         return [places]
+    tried: Sequence[int] = range(len(places))
+    if len(places) > _ALL_ENDS:
+        slowest = sorted(tried, key=lambda number: _slowness(places[number]), reverse=True)
+        tried = sorted({0, len(places) - 1, *slowest[:_SLOWEST_ENDS]})
     ends = [
         (places[a], *(each for number, each in enumerate(places) if number not in (a, b)), places[b])
-        for a, b in permutations(range(len(places)), 2)
+        for a, b in permutations(tried, 2)
     ]
     return list(dict.fromkeys([places, *ends]))
+
+
+def _slowness(place: Place) -> float:
+    """Seconds for a frame through one layer in the middle of the model."""
+    if place.times is None:
+        return 0.0
+    cost = place.times.matrix(BALANCE_ROWS)
+    middle = (len(cost) - 1) // 2
+    return float(cost[middle, middle + 1])
 
 
 def _different(places: Sequence[Place]) -> list[Place]:
     """One of each kind of place."""
     kinds: dict[object, Place] = {}
     for place in places:
-        machine = place.machine
-        node: MeasuredNode | None = None if place.times is None else place.times.node.named("any")
-        kinds.setdefault((machine.shown, machine.usable, machine.gpu, node), place)
+        kinds.setdefault(_kind(place), place)
     return list(kinds.values())
+
+
+def _kind(place: Place) -> tuple[int, int, int | None, MeasuredNode | None]:
+    """Equal for places that differ in nothing but their names."""
+    machine = place.machine
+    node = None if place.times is None else place.times.node.named("any")
+    return machine.shown, machine.usable, machine.gpu, node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from cascadia_p2p.text.tokenizer import Tokenizer
@@ -40,13 +40,15 @@ class Detokenizer:
         """The text that this token finishes; may be empty."""
         return "" if token_id in self._hidden else self._decoder.add(token_id)
 
-    def extend(self, token_ids: Collection[int]) -> str:
+    def extend(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens finish."""
-        return "".join(self.add(token_id) for token_id in token_ids)
+        return self._decoder.extend(token_id for token_id in token_ids if token_id not in self._hidden)
 
 
 class _Decoder(Protocol):
     def add(self, token_id: int) -> str: ...
+
+    def extend(self, token_ids: Iterable[int]) -> str: ...
 
 
 class _Bytes:
@@ -57,7 +59,12 @@ class _Bytes:
         self._open = b""
 
     def add(self, token_id: int) -> str:
-        data = self._open + self._tokenizer.piece(token_id)
+        return self._show(self._open + self._tokenizer.piece(token_id))
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        return self._show(self._open + b"".join(map(self._tokenizer.piece, token_ids)))
+
+    def _show(self, data: bytes) -> str:
         match = _OPEN.search(data, max(0, len(data) - 3))
         end = match.start() if match else len(data)
         self._open = data[end:]
@@ -89,3 +96,6 @@ class _Window:
             self._context = len(self._ids)
             self._shown = len(self._tokenizer.decode(self._ids))
         return new
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        return "".join(map(self.add, token_ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -31,7 +31,11 @@ class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
         self._lock = threading.Lock()
-        self._added = inner.get_added_tokens_decoder()
+        added = inner.get_added_tokens_decoder()
+        self.added: Mapping[str, int] = {token.content: id_ for id_, token in added.items()}
+        """The id of every added token, special or not, by its spelling."""
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        """The ids of special tokens, which are never shown."""
         self._pieces: dict[int, bytes] = {}
         self.byte_level = isinstance(inner.decoder, ByteLevel)
         """Whether each token is a string of bytes, so that text is their concatenation."""
@@ -57,32 +61,27 @@ class Tokenizer:
         """Number of token ids, added ones included; the model's padded vocabulary may be larger."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, which are never shown."""
-        return frozenset(id_ for id_, token in self._added.items() if token.special)
-
     def special_id(self, name: str) -> int:
         """The id of an added token by its exact spelling, as in `<|endoftext|>`.
 
         Raises:
             ShardError: the tokenizer has no such token.
         """
-        names = {token.content: id_ for id_, token in self._added.items()}
-        if name in names:
-            return names[name]
-        close = difflib.get_close_matches(name, names, n=1)
+        if name in self.added:
+            return self.added[name]
+        close = difflib.get_close_matches(name, self.added, n=1)
         hint = f"; the nearest is '{close[0]}'" if close else ""
         raise ShardError(f"the tokenizer has no special token '{name}'{hint}")
 
-    def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        """The token ids of `text`.
+    def encode(self, text: str, *, specials: bool = True, affixes: bool | None = None) -> list[int]:
+        """The token ids of `text`; other threads go on meanwhile.
 
         Args:
             text: any Unicode text.
-            specials: True reads the spelling of a special token in the text as that token and adds what the
-                tokenizer's template adds (as transformers does for a prompt); False takes all as plain words,
-                which is right for what a chat user wrote.
+            specials: True reads the spelling of a special token in the text as that token; False takes all as
+                plain words, which is right for what a chat user wrote.
+            affixes: whether to add the tokens that the tokenizer puts around a text; None adds them together
+                with `specials` (as transformers does for a prompt).
 
         Raises:
             RequestError: the text is not valid Unicode (a lone surrogate).
@@ -96,7 +95,12 @@ class Tokenizer:
             ) from error
         with self._lock:
             self._inner.encode_special_tokens = not specials
-            return self._inner.encode(text, add_special_tokens=specials).ids
+            # Of all its methods only those for batches let other threads run.
+            batch = self._inner.encode_batch_fast(
+                [text], add_special_tokens=specials if affixes is None else affixes
+            )
+        ids: list[int] = batch[0].ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, specials: bool = False) -> str:
         """The text of `ids`; ids that the tokenizer does not know give nothing.

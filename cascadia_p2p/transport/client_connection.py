@@ -1,6 +1,6 @@
 """A client's connection to the head: a DEALER that sends what a REQ would, and knows when the head is gone.
 
-Each request travels behind a tag of its own, which the head returns with the reply: a late reply to an
+Each request travels behind a tag of its own, which the head returns with every reply: a late reply to an
 earlier request can not be taken for the next one's. After any failure the next request gets a new socket.
 """
 
@@ -163,12 +163,43 @@ class ClientConnection:
         Raises:
             UnreachableError: nobody answers, the head went away, or the time is over.
         """
+        return self.receive(self.send(data), timeout_s)
+
+    def send(self, data: bytes) -> bytes:
+        """Send a request that gets several replies; the tag to `receive` them with, until the next `send`.
+
+        Raises:
+            UnreachableError: nobody answers, or the head went away.
+        """
         try:
             line = self._connected()
-            return self._exchange(line, data, timeout_s)
+            tag = os.urandom(TAG_BYTES)
+            line.dealer.send_multipart([tag, b"", data], zmq.NOBLOCK)
+        except zmq.Again:
+            self._drop()
+            raise _lost(self.endpoint) from None
         except BaseException:
             self._drop()
             raise
+        return tag
+
+    def receive(self, tag: bytes, timeout_s: float | None = None) -> bytes:
+        """The next reply to a request.
+
+        Raises:
+            UnreachableError: the head went away, or the time is over.
+        """
+        try:
+            if self._line is None:
+                raise _lost(self.endpoint)
+            return self._await_reply(self._line, tag, timeout_s)
+        except BaseException:
+            self._drop()
+            raise
+
+    def hang_up(self) -> None:
+        """End the connection, so that the head cancels what it does for it; the next has a new one."""
+        self._drop()
 
     def close(self) -> None:
         """Hang up; the head cancels what it still does for this connection."""
@@ -191,13 +222,8 @@ class ClientConnection:
             _await_handshake(self._line, self.endpoint, self._connect_timeout_s)
         return self._line
 
-    def _exchange(self, line: _Line, data: bytes, timeout_s: float | None) -> bytes:
-        tag = os.urandom(TAG_BYTES)
+    def _await_reply(self, line: _Line, tag: bytes, timeout_s: float | None) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        try:
-            line.dealer.send_multipart([tag, b"", data], zmq.NOBLOCK)
-        except zmq.Again:
-            raise _lost(self.endpoint) from None
         while True:
             lost = line.lost()
             while (parts := line.message()) is not None:
@@ -249,16 +275,23 @@ class AsyncClientConnection:
 
     async def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
         """The reply to one request; see `ClientConnection.request`. Cancelling it gives the reply up."""
+        exchange = await self.exchange(data)
+        try:
+            return await exchange.receive(timeout_s)
+        finally:
+            exchange.end()
+
+    async def exchange(self, data: bytes) -> Exchange:
+        """Send a request that gets several replies; to be ended with `Exchange.end`.
+
+        Raises:
+            UnreachableError: nobody answers, or the head went away.
+        """
         async with self._connecting:
             line = await self._connected()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await line.exchange(data)
-        except TimeoutError:
-            raise _late(self.endpoint, timeout_s or 0.0) from None
-        finally:
-            self.late += line.late
-            line.late = 0
+        self.late += line.late
+        line.late = 0
+        return Exchange(line, data)
 
     async def close(self) -> None:
         """Hang up; the head cancels what it still does for this connection."""
@@ -289,6 +322,52 @@ class AsyncClientConnection:
         return self._line
 
 
+class Exchange:
+    """One request on a shared connection, and the replies to it.
+
+    Args:
+        line: the connection.
+        data: the request's JSON.
+
+    Raises:
+        UnreachableError: the head went away.
+    """
+
+    def __init__(self, line: _LoopLine, data: bytes) -> None:
+        self._line = line
+        self._tag = os.urandom(TAG_BYTES)
+        self._answered = False
+        self._replies = line.send(self._tag, data)
+
+    async def receive(self, timeout_s: float | None = None) -> bytes:
+        """The next reply.
+
+        Raises:
+            UnreachableError: the head went away, or the time is over.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._replies.get()
+        except TimeoutError:
+            raise _late(self._line.endpoint, timeout_s or 0.0) from None
+        if reply is None:
+            # Every further call finds the same.
+            self._replies.put_nowait(None)
+            raise _lost(self._line.endpoint)
+        self._answered = True
+        return reply
+
+    def end(self, cancel: bytes | None = None) -> None:
+        """Wait for no more replies; those that still come are dropped.
+
+        Args:
+            cancel: a request to send that ends this one at the head.
+        """
+        self._line.forget(self._tag, given_up=cancel is None and not self._answered)
+        if cancel is not None:
+            self._line.post(cancel)
+
+
 class _LoopLine:
     """One DEALER in the loop, and a task that hands each reply to whoever waits for it."""
 
@@ -296,8 +375,8 @@ class _LoopLine:
         self.late = 0
         self.over = False
         """The connection ended, or its only request was given up: the next request takes a new line."""
-        self._endpoint = endpoint
-        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self.endpoint = endpoint
+        self._waiting: dict[bytes, asyncio.Queue[bytes | None]] = {}
         dealer = _dealer(network)
         self._signal = Signal()
         self._monitor = Monitor(dealer, _EVENTS, self._signal)
@@ -322,24 +401,26 @@ class _LoopLine:
                         return
                     await self._signal.wait()
         except TimeoutError:
-            raise _unreachable(self._endpoint, reason) from None
+            raise _unreachable(self.endpoint, reason) from None
 
-    async def exchange(self, data: bytes) -> bytes:
-        """Send a request and wait for its reply."""
-        tag = os.urandom(TAG_BYTES)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[tag] = future
-        try:
-            if self._socket.give([tag, b"", data]) is not Delivery.SENT:
-                self.over = True
-                raise _lost(self._endpoint)
-            reply: bytes = await future
-            return reply
-        finally:
-            self._waiting.pop(tag, None)
-            gave_up = not future.done() or future.cancelled()
-            if gave_up and not self._waiting:
-                self.over = True
+    def send(self, tag: bytes, data: bytes) -> asyncio.Queue[bytes | None]:
+        """Send a request: the queue of its replies, None for the end of the connection."""
+        if self._socket.give([tag, b"", data]) is not Delivery.SENT:
+            self.over = True
+            raise _lost(self.endpoint)
+        replies = self._waiting[tag] = asyncio.Queue()
+        return replies
+
+    def post(self, data: bytes) -> None:
+        """Send a request whose reply nobody waits for."""
+        if self._socket.give([os.urandom(TAG_BYTES), b"", data]) is not Delivery.SENT:
+            self.over = True
+
+    def forget(self, tag: bytes, *, given_up: bool) -> None:
+        """Drop further replies to a request; `given_up` when there was none."""
+        self._waiting.pop(tag, None)
+        if given_up and not self._waiting:
+            self.over = True
 
     def close(self) -> None:
         """Hang up; requests that still wait fail, the reading task ends. Nothing here can be cancelled."""
@@ -367,13 +448,12 @@ class _LoopLine:
 
     def _deliver(self, parts: list[zmq.Frame]) -> None:
         reply = _reply_of([part.bytes for part in parts])
-        future = self._waiting.pop(reply[0], None) if reply else None
-        if reply is None or future is None or future.done():
+        replies = self._waiting.get(reply[0]) if reply else None
+        if reply is None or replies is None:
             self.late += 1
         else:
-            future.set_result(reply[1])
+            replies.put_nowait(reply[1])
 
     def _fail(self) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(_lost(self._endpoint))
+        for replies in self._waiting.values():
+            replies.put_nowait(None)

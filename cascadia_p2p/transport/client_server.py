@@ -39,10 +39,17 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
-    """A request's bytes."""
+    """A request's bytes.
+
+    Args:
+        route: the way back.
+        data: the request.
+        one_reply: it came straight from a REQ socket, which takes one reply a request.
+    """
 
     route: Route
     data: bytes
+    one_reply: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,4 +197,12 @@ def read_request(parts: list[zmq.Frame], connection: int) -> ClientCall | Client
     route = Route(identity, tuple(part.bytes for part in envelope), connection)
     if len(parts) != empty + 2:
         return ClientFault(route, "a request is exactly one part behind the empty one")
-    return ClientCall(route, parts[-1].bytes)
+    return ClientCall(route, parts[-1].bytes, one_reply=_peer_type(parts[-1]) == "REQ")
+
+
+def _peer_type(part: zmq.Frame) -> str:
+    """The kind of the socket at the other end of the connection, as it said itself; may be empty."""
+    try:
+        return str(part.get("Socket-Type"))
+    except zmq.ZMQError:
+        return ""

@@ -120,8 +120,29 @@ def bind(made: zmq.Socket[bytes], host: str, port: int, flag: str, address_flag:
     try:
         made.bind(target)
     except zmq.ZMQError as error:
-        raise PortError(_reason(error, address, port, flag, address_flag)) from None
+        words = error.strerror or str(error)
+        raise PortError(_reason(error.errno or 0, words, address, port, flag, address_flag)) from None
     return Endpoint.parse(made.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def require_free(host: str, port: int, flag: str) -> None:
+    """See that an address can be bound now, and let go of it before returning, as ZeroMQ would not.
+
+    Raises:
+        PortError: as `bind`.
+    """
+    address = _resolve(host, "--bind")
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen()
+        except OSError as error:
+            words = error.strerror or str(error)
+            raise PortError(_reason(error.errno or 0, words, address, port, flag, "--bind")) from None
 
 
 def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
@@ -156,16 +177,16 @@ def _resolve(host: str, address_flag: str) -> str:
     return str(found[0][4][0])
 
 
-def _reason(error: zmq.ZMQError, address: str, port: int, flag: str, address_flag: str) -> str:
-    """The sentence for a failed bind."""
+def _reason(number: int, words: str, address: str, port: int, flag: str, address_flag: str) -> str:
+    """The sentence for a failed bind, of the error's number and words."""
     place = f"port {port} on {address}"
-    if error.errno == zmq.EADDRINUSE:
+    if number in (zmq.EADDRINUSE, errno.EADDRINUSE):
         return f"{place} is in use{_owner(port)}: choose another with {flag}, or 0 for any free one"
-    if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
+    if number in (zmq.EADDRNOTAVAIL, errno.EADDRNOTAVAIL, errno.ENODEV):
         return f"{address} is not an address of this machine: choose another with {address_flag}"
-    if error.errno == errno.EACCES:
+    if number == errno.EACCES:
         return f"{place} needs more rights than this process has: choose 1024 or more with {flag}"
-    return f"{place} can not be bound ({error.strerror}): choose another with {flag}"
+    return f"{place} can not be bound ({words}): choose another with {flag}"
 
 
 def _owner(port: int) -> str:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Final, Literal, NoReturn, TypeAlias
 
-from pydantic import ConfigDict, Field, JsonValue, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
 from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.wire.model import Message, explain, json_type, parse_object
@@ -16,11 +26,77 @@ MAX_REQUEST_BYTES: Final = 1 << 23
 MAX_IDS: Final = 1 << 20
 MAX_ID_LENGTH: Final = 128
 MAX_STOP_IDS: Final = 64
+MAX_STOPS: Final = 16
+MAX_STOP_LENGTH: Final = 256
+MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 1024
+EFFORT_WORDS: Final = ("none", "minimal", "low", "medium", "high", "max")
 
 RequestId = Annotated[str, Field(max_length=MAX_ID_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=MAX_IDS, fail_fast=True)]
 StopIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=MAX_STOP_IDS, fail_fast=True)]
+
+
+def _checked_stop(value: str) -> str:
+    if not 1 <= len(value) <= MAX_STOP_LENGTH:
+        raise ValueError(f"expected 1 to {MAX_STOP_LENGTH} characters, and there are {len(value)}")
+    return value
+
+
+def _checked_effort(value: object) -> float | str:
+    if isinstance(value, str) and value in EFFORT_WORDS:
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 0.99:
+        return float(value)
+    raise ValueError(f"expected a number from 0.0 to 0.99, or one of {', '.join(EFFORT_WORDS)}")
+
+
+Stop = Annotated[str, AfterValidator(_checked_stop)]
+Stops = Annotated[tuple[Stop, ...], Strict(False), Field(max_length=MAX_STOPS, fail_fast=True)]
+JsonObjects = Annotated[
+    tuple[dict[str, JsonValue], ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)
+]
+Effort = Annotated[float | str, PlainValidator(_checked_effort)]
+
+
+def _joined(value: object) -> object:
+    """Text that comes as a list of parts, as some programs send it."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                'only text is taken, as a string or as parts like {"type": "text", "text": "..."}'
+            )
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class ChatMessage(Message):
+    """One message of a conversation.
+
+    Args:
+        role: whose; `developer` counts as `system` where the model does not tell them apart.
+        content: its text; may be left out beside `tool_calls`.
+        name: the author's, or of the tool that answers.
+        reasoning: what the assistant thought, for models that want to see it again.
+        tool_calls: functions that the assistant called, each `{"function": {"name": ..., "arguments": ...}}`.
+        tool_call_id: which call a tool's message answers.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_joined)] = None
+    name: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+    reasoning: str | None = None
+    tool_calls: JsonObjects | None = None
+    tool_call_id: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
+
+
+ChatMessages = Annotated[
+    tuple[ChatMessage, ...], Strict(False), Field(max_length=MAX_MESSAGES, fail_fast=True)
+]
 
 
 class FinishReason(StrEnum):
@@ -31,13 +107,17 @@ class FinishReason(StrEnum):
 
 
 class GenerateRequest(Message):
-    """Asks for the continuation of a prompt; holds exactly one of `prompt` and `token_ids`.
+    """Asks for the continuation of a prompt; holds exactly one of `prompt`, `token_ids` and `messages`.
 
     Args:
         id: echoed in the reply; means something only within its connection.
         prompt: text for the model's tokenizer.
         token_ids: the prompt as token ids.
+        messages: a conversation for the model to answer.
+        tools: descriptions of functions that the model may call; only with `messages`.
+        reasoning_effort: how much to reason, for models that can be told; only with `messages`.
         max_tokens: new tokens at most.
+        stop: strings that end the answer; they are not part of its text.
         stop_token_ids: ids that end the answer besides the model's own.
         ignore_eos: go on behind an end-of-sequence token.
         stream: send the answer in pieces.
@@ -47,7 +127,11 @@ class GenerateRequest(Message):
     id: RequestId | None = None
     prompt: str | None = None
     token_ids: TokenIds | None = None
+    messages: ChatMessages | None = None
+    tools: JsonObjects | None = None
+    reasoning_effort: Effort | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = 128
+    stop: Stops | None = None
     stop_token_ids: StopIds = ()
     ignore_eos: bool = False
     stream: bool = False
@@ -97,14 +181,52 @@ class Timings(Message):
     decode_tok_s: float | None = None
 
 
+class ToolCall(Message):
+    """A function that the model asks to be called."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"] = "function"
+    function: dict[str, JsonValue]
+
+
+class StreamPiece(Reply):
+    """What came since the last piece of an answer in pieces.
+
+    Args:
+        seq: 1, 2, 3, ... within one request.
+        text: what has become visible of the answer; left out when the model has no tokenizer.
+        reasoning: the same of the model's reasoning; left out when there is nothing.
+        token_ids: the ids that came.
+    """
+
+    seq: Annotated[int, Field(ge=1)]
+    text: str | None = None
+    reasoning: str | None = None
+    token_ids: TokenIds
+
+
 class GenerateReply(Reply):
-    """The finished answer; `text` is left out when the model has no tokenizer."""
+    """The finished answer.
+
+    Args:
+        text: the answer, left out when the model has no tokenizer.
+        reasoning: what the model thought before; left out when it told nothing.
+        tool_calls: functions that it asks to be called; left out when it asks for none.
+        token_ids: all generated ids, the one that ended the answer among them.
+        seq: of an answer in pieces, the number after the last piece's.
+        final: true behind the pieces of an answer.
+    """
 
     text: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False)] | None = None
     token_ids: TokenIds
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    seq: Annotated[int, Field(ge=1)] | None = None
+    final: Literal[True] | None = None
 
 
 class ErrorBody(Message):
@@ -146,7 +268,7 @@ class StatusReply(Reply):
     status: dict[str, JsonValue]
 
 
-ClientReply: TypeAlias = GenerateReply | ErrorReply | CancelReply | StatusReply
+ClientReply: TypeAlias = GenerateReply | StreamPiece | ErrorReply | CancelReply | StatusReply
 
 _REQUESTS: Final[dict[str, TypeAdapter[ClientRequest]]] = {
     "generate": TypeAdapter(GenerateRequest),
@@ -158,16 +280,19 @@ _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "cancel": tuple(CancelRequest.model_fields),
     "status": tuple(StatusRequest.model_fields),
 }
-_LATER: Final = {
-    "messages": "messages need a chat template, which comes later: send 'prompt' or 'token_ids'",
-    "stop": "stop strings come later: send 'stop_token_ids'",
-}
 _REPLIES: Final[tuple[tuple[str, TypeAdapter[ClientReply]], ...]] = (
     ("error", TypeAdapter(ErrorReply)),
     ("cancelled", TypeAdapter(CancelReply)),
     ("status", TypeAdapter(StatusReply)),
+    ("finish_reason", TypeAdapter(GenerateReply)),
+    ("seq", TypeAdapter(StreamPiece)),
     ("token_ids", TypeAdapter(GenerateReply)),
 )
+_PROMPTS: Final = {
+    "prompt": "text",
+    "token_ids": "a list of token ids",
+    "messages": "a list of messages",
+}
 
 
 def decode_request(data: bytes) -> ClientRequest:
@@ -214,31 +339,31 @@ def decode_reply(data: bytes) -> ClientReply:
 
 
 def _check_fields(raw: dict[str, JsonValue], op: str, request_id: str | None) -> None:
-    """Refuse unknown fields, naming the first, and those that only a later release serves."""
+    """Refuse unknown fields, naming the first."""
     known = _FIELDS[op]
     for field in raw:
         if field in known:
             continue
-        if op == "generate" and field in _LATER:
-            if raw[field] is None or raw[field] == []:
-                _refuse(f"field '{field}' is empty: leave it out", request_id)
-            _refuse(_LATER[field], request_id)
         _refuse(f"field '{field[:64]}' is unknown; {op} takes {', '.join(known)}", request_id)
 
 
 def _check_prompt(request: GenerateRequest) -> None:
-    """Refuse a request that holds no prompt, an empty one, or two."""
-    if request.prompt is not None and request.token_ids is not None:
-        _refuse("the request holds both 'prompt' and 'token_ids': send one of them", request.id)
-    if request.prompt is None and request.token_ids is None:
-        _refuse(
-            "the request holds no prompt: send 'prompt' (text) or 'token_ids' (a list of token ids)",
-            request.id,
-        )
-    if request.prompt == "":
-        _refuse("field 'prompt' is empty: send at least one character", request.id)
-    if request.token_ids == ():
-        _refuse("field 'token_ids' is empty: send at least one token id", request.id)
+    """Refuse a request that holds no prompt, an empty one, or two, and fields that need `messages`."""
+    given = [name for name in _PROMPTS if getattr(request, name) is not None]
+    if len(given) > 1:
+        _refuse(f"the request holds both '{given[0]}' and '{given[1]}': send one of them", request.id)
+    if not given:
+        kinds = ", ".join(f"'{name}' ({what})" for name, what in _PROMPTS.items())
+        _refuse(f"the request holds no prompt: send one of {kinds}", request.id)
+    if not getattr(request, given[0]):
+        kind = {"prompt": "character", "token_ids": "token id", "messages": "message"}[given[0]]
+        _refuse(f"field '{given[0]}' is empty: send at least one {kind}", request.id)
+    for place, message in enumerate(request.messages or ()):
+        if message.content is None and not (message.role == "assistant" and message.tool_calls):
+            _refuse(f"field 'messages[{place}].content' is missing", request.id)
+    for name in ("tools", "reasoning_effort"):
+        if request.messages is None and getattr(request, name) is not None:
+            _refuse(f"field '{name}' goes with 'messages' only", request.id)
 
 
 def _refuse(message: str, request_id: str | None) -> NoReturn:

@@ -52,6 +52,7 @@ ShardIndex = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Padding = Annotated[str, Field(max_length=1 << 17)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
 Samples = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")], ...],
@@ -272,11 +273,16 @@ class Bye(ControlBase):
 
 
 class StatusQuery(Message):
-    """Asks a node what it knows of the ring; the asker need not be a node."""
+    """Asks a node what it knows of the ring; the asker need not be a node.
+
+    Args:
+        padding: means nothing; it makes the message long, so that the asker can tell how fast the way is.
+    """
 
     type: Literal["status_query"] = "status_query"
     node: Node | None = None
     instance: Run | None = None
+    padding: Padding | None = None
 
 
 class StatusReport(ControlBase):

@@ -208,7 +208,8 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
             "--model", "--shard", "--fleet", "--bind", "--port", "--client-port", "--peer", "--no-mdns",
             "--device", "--precision", "--slots", "--context", "--config", "--state-dir", "--log-format",
         ),
-        "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json"),
+        "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
+        "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json"),
         "demo": ("--nodes", "--prompt"),
     }  # fmt: skip

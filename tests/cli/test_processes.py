@@ -141,7 +141,7 @@ def test_ctrl_c_in_generate_ends_with_130_and_the_head_stops_working_for_it(
 
 
 def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> None:
-    demo = process("demo", "--nodes", 3, "--max-tokens", 5)
+    demo = process("demo", "--sample", "--nodes", 3, "--max-tokens", 5)
     said = lines(demo, "asking")
     nodes = children(demo)
     assert len(nodes) == 3
@@ -164,7 +164,7 @@ def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("moment", ["starting 2 nodes", "asking"])
 def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start, moment: str) -> None:
-    demo = process("demo", "--nodes", 2, "--max-tokens", 2000)
+    demo = process("demo", "--sample", "--nodes", 2, "--max-tokens", 2000)
     lines(demo, moment)
     until(lambda: len(children(demo)) == 2, "two nodes are started")
     nodes = children(demo)
@@ -178,7 +178,7 @@ def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start, moment: str) -> N
 
 @pytest.mark.parametrize("moment", ["starting 2 nodes", "clients are served"])
 def test_the_nodes_of_a_demo_that_was_killed_end_by_themselves(process: Start, moment: str) -> None:
-    demo = process("demo", "--nodes", 2)
+    demo = process("demo", "--sample", "--nodes", 2)
     lines(demo, moment)
     until(lambda: len(children(demo)) == 2, "two nodes are started")
     nodes = children(demo)

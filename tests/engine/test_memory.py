@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
-from engine_world import Ring, sample_weights
 from fixtures.reference import load_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,21 +106,36 @@ def test_need_grows_with_the_promise() -> None:
     assert memory_need(config, range(6), base, 16).total < plain.total
 
 
+ROOMY = Recipe(
+    "roomy", layers=6, hidden=256, window=64, dense_width=1024, experts=16, expert_width=512, context=8192
+)
+ROOMY_PROMISE = Promise(slots=8, context=4096, rows=16)
+GROWTH = """
+import psutil
+from engine_world import Ring, sample_weights
+from test_memory import ROOMY, ROOMY_PROMISE
+sample_weights(ROOMY)
+before = psutil.Process().memory_info().rss
+ring = Ring(ROOMY, (6,), ROOMY_PROMISE)
+assert ring.stages[0].held(0) == 0
+print(psutil.Process().memory_info().rss - before)
+"""
+
+
 def test_a_loaded_stage_takes_about_what_was_predicted() -> None:
-    """Weights and caches large enough to stand out from the noise of a process's memory."""
-    recipe = Recipe(
-        "roomy", layers=6, hidden=256, window=64, dense_width=1024, experts=16, expert_width=512, context=8192
+    """Weights and caches large enough to stand out, in a process that no other test has used before."""
+    predicted = memory_need(ROOMY.config(), range(6), ROOMY_PROMISE, 16)
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (here, here.parent, here.parent.parent)))
+    said = subprocess.run(
+        [sys.executable, "-c", GROWTH],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        check=True,
     )
-    promise = Promise(slots=8, context=4096, rows=16)
-    predicted = memory_need(recipe.config(), range(6), promise, 16)
-    process = psutil.Process()
-    sample_weights(recipe)
-    before = process.memory_info().rss
-    ring = Ring(recipe, (6,), promise)
-    taken = process.memory_info().rss - before
+    taken = int(said.stdout)
     wanted = predicted.total - predicted.reserve
     assert 0.6 * wanted < taken < 1.15 * wanted, (taken / 2**20, wanted / 2**20)
-    assert ring.stages[0].held(0) == 0
 
 
 def test_available_memory_is_what_the_system_says() -> None:

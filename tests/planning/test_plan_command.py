@@ -9,6 +9,8 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
+from fixtures.dense import MODELS, make_dense
+from fixtures.gguf_files import write_gguf
 from fixtures.reference import load_case
 from planning_world import CONFIGS, node
 
@@ -116,6 +118,21 @@ def test_dll_05_too_few_pcs_for_an_export_are_refused(
     assert "split into 3 shards and there are 2 PCs: shard 2 would have no node" in err
 
 
+def test_dense_models_and_gguf_files_are_planned_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = next(iter(MODELS.values()))
+    checkpoint = make_dense(tmp_path / "checkpoint", model)
+    gguf = write_gguf(tmp_path / "gguf" / "model.gguf", model)
+    small = ("--nodes", "2", "--memory", "2GiB", "--leave", "0MiB", "--context", "256", "--slots", "4")
+    code, plan = as_json(capsys, str(checkpoint), *small)
+    assert code == 0
+    assert plan["model"]["family"] == "llama"  # type: ignore[index]
+    assert sum(plan["split"]) == plan["model"]["layers"]  # type: ignore[arg-type,index]
+    for source in (gguf, gguf.parent, checkpoint / "config.json"):
+        assert as_json(capsys, str(source), *small) == (code, plan)
+
+
 def test_profiles_give_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, fast = tmp_path / "one.json", tmp_path / "fast.json"
     one.write_text(node("pc", 100e9).model_dump_json())
@@ -140,10 +157,11 @@ def test_profiles_give_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ((BIG, "--memory", "64"), 2, "--memory '64' is no amount of memory"),
         ((BIG, "--nodes", "0", "--memory", "64GB"), 2, "--nodes is 0"),
         ((BIG, "--device", "GPU", "--backend", "kernels"), 2, "--backend kernels computes on the CPU"),
+        ((BIG, "--device", "NPU"), 2, "--device NPU: what weights take there is not known"),
         ((BIG, "--streams", "99", "--slots", "4"), 2, "--streams is 99: expected 1 to 4"),
         ((BIG, "--slots", "0"), 2, "--slots"),
         ((BIG, "--profile", "/nowhere.json"), 2, "--profile /nowhere.json can not be read"),
-        (("/nowhere",), 2, "/nowhere holds neither config.json nor manifest.json"),
+        (("/nowhere",), 2, "/nowhere is no model: give the directory of a checkpoint"),
     ],
 )
 def test_wrong_flags_are_said(

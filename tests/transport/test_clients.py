@@ -349,6 +349,92 @@ def test_stk_04_a_dead_head_ends_every_asyncio_wait() -> None:
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
+@pytest.mark.parametrize(("kind", "one_reply"), [(zmq.REQ, True), (zmq.DEALER, False)])
+def test_a_socket_that_takes_one_reply_is_told_apart(kind: int, one_reply: bool) -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        made = client(network, kind, server.bind("127.0.0.1", 0))
+        made.send_multipart([b"question"] if one_reply else [b"", b"question"])
+        event = await server.receive()
+        assert isinstance(event, ClientCall)
+        assert event.one_reply is one_reply
+        server.close()
+
+    run(scenario)
+
+
+class Counting(Head):
+    """Answers a number with that many replies."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda data: None)
+
+    async def _serve(self, server: ClientServer) -> None:
+        while True:
+            event = await server.receive()
+            if isinstance(event, ClientGone):
+                self.gone += 1
+            elif isinstance(event, ClientCall):
+                for number in range(int(event.data)):
+                    server.reply(event.route, b"%d of %s" % (number, event.data))
+
+
+@pytest.fixture
+def counting() -> Iterator[Head]:
+    made = Counting()
+    yield made
+    made.stop()
+
+
+def test_several_replies_come_in_order(counting: Head) -> None:
+    with ClientConnection(counting.endpoint) as connection:
+        tag = connection.send(b"200")
+        assert [connection.receive(tag, 5) for _ in range(200)] == [b"%d of 200" % at for at in range(200)]
+        # What nobody took is never taken for another request's.
+        tag = connection.send(b"3")
+        assert connection.receive(tag, 5) == b"0 of 3"
+        assert connection.request(b"1", 5) == b"0 of 1"
+        with pytest.raises(UnreachableError, match="no reply within"):
+            connection.receive(connection.send(b"0"), 0.05)
+
+
+def test_hanging_up_is_seen_and_the_next_request_is_served(counting: Head) -> None:
+    with ClientConnection(counting.endpoint) as connection:
+        tag = connection.send(b"2")
+        assert connection.receive(tag, 5) == b"0 of 2"
+        connection.hang_up()
+        with pytest.raises(UnreachableError, match="lost"):
+            connection.receive(tag, 5)
+        assert connection.request(b"1", 5) == b"0 of 1"
+        deadline = time.monotonic() + 5
+        while counting.gone < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_exchanges_share_a_connection(counting: Head) -> None:
+    async def scenario() -> None:
+        async with AsyncClientConnection(counting.endpoint) as connection:
+            exchanges = [await connection.exchange(b"%d" % count) for count in range(1, 40)]
+            for count, exchange in enumerate(exchanges, 1):
+                replies = [await exchange.receive(5) for _ in range(count)]
+                assert replies == [b"%d of %d" % (number, count) for number in range(count)]
+                exchange.end()
+            given_up = await connection.exchange(b"500")
+            await given_up.receive(5)
+            # As a head understands it, this asks for one reply that nobody waits for.
+            given_up.end(b"1")
+            assert await connection.request(b"1", 5) == b"0 of 1"
+            last = await connection.exchange(b"1")
+            assert await last.receive(5) == b"0 of 1"
+            await asyncio.to_thread(counting.stop)
+            for _ in range(2):
+                with pytest.raises(UnreachableError, match="lost"):
+                    await last.receive(5)
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+
+
 def test_a_client_that_gives_up_is_seen_by_the_head(head: Head) -> None:
     connection = ClientConnection(head.endpoint)
     with pytest.raises(UnreachableError):

@@ -1,0 +1,101 @@
+"""What the commands that talk share: printing an answer as it comes, and reading what is typed or piped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import sys
+from collections.abc import Iterator
+from typing import Final, TextIO
+
+from cascadia_p2p.client import StreamPiece
+
+__all__ = ["AnswerPrinter", "forgive_encodings", "read_messages"]
+
+_DIM: Final = "\x1b[2m"
+_RESET: Final = "\x1b[0m"
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_QUOTES: Final = '"""'
+
+
+class AnswerPrinter:
+    """Prints one answer piece by piece: its text, and on a terminal the reasoning before it, dimmed.
+
+    Args:
+        out: where to.
+        reasoning: whether a terminal shows the reasoning.
+    """
+
+    def __init__(self, out: TextIO, *, reasoning: bool = True) -> None:
+        self._out = out
+        self._terminal = out.isatty()
+        self._reasoning = reasoning and self._terminal
+        self._dim = False
+
+    def show(self, piece: StreamPiece) -> None:
+        """Print what a piece adds."""
+        if piece.reasoning and self._reasoning:
+            self._write(("" if self._dim else _DIM) + self._harmless(piece.reasoning))
+            self._dim = True
+        if piece.text:
+            self._brighten("\n\n")
+            self._write(self._harmless(piece.text))
+        elif piece.text is None:
+            # A model without a tokenizer.
+            self._write("".join(f"{token} " for token in piece.token_ids))
+
+    def end(self) -> None:
+        """The answer is over: end its line."""
+        self._brighten("")
+        self._write("\n")
+
+    def _brighten(self, between: str) -> None:
+        if self._dim:
+            self._dim = False
+            self._write(_RESET + between)
+
+    def _harmless(self, text: str) -> str:
+        """What a model writes must not steer a terminal."""
+        return _CONTROLS.sub("", text) if self._terminal else text
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+def forgive_encodings() -> None:
+    """Let no character that a terminal or pipe can not carry end a command."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def read_messages(prompt: str) -> Iterator[str]:
+    """What a person types, or what a pipe holds: a message a line, or several lines between triple quotes.
+
+    Args:
+        prompt: shown before each message on a terminal.
+    """
+    lines = _typed(prompt) if sys.stdin.isatty() else (line.rstrip("\r\n") for line in sys.stdin)
+    for line in lines:
+        if not line.lstrip().startswith(_QUOTES):
+            yield line
+            continue
+        block = [line.lstrip().removeprefix(_QUOTES)]
+        while not block[-1].rstrip().endswith(_QUOTES):
+            following = next(lines, None)
+            if following is None:
+                break
+            block.append(following)
+        yield "\n".join(block).rstrip().removesuffix(_QUOTES).strip("\n")
+
+
+def _typed(prompt: str) -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        # Its presence alone gives `input` editing and history.
+        importlib.import_module("readline")
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(prompt)

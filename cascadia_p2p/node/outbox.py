@@ -1,0 +1,114 @@
+"""What clients have not taken yet: replies wait here in order, without ever waiting for a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from cascadia_p2p.transport.client_server import Route
+from cascadia_p2p.transport.looping import Delivery
+from cascadia_p2p.types import StreamId
+
+RETRY_S: Final = 0.05
+MAX_WAITING: Final = 4096
+"""Replies that wait for one client, pieces of answers aside; more are dropped."""
+
+
+class ReplySocket(Protocol):
+    """Sends to clients; see `transport.client_server.ClientServer`."""
+
+    def reply(self, route: Route, data: bytes) -> Delivery:
+        """Send without waiting, or say why not."""
+        ...
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What waits for one connection."""
+
+    messages: deque[tuple[StreamId | None, Route, bytes]] = field(default_factory=deque)
+    pieces: Counter[StreamId] = field(default_factory=Counter)
+
+
+class Outbox:
+    """Sends replies, keeping those that a client does not take yet.
+
+    Args:
+        server: where they leave.
+        gone: told the number of a connection that has ended.
+    """
+
+    def __init__(self, server: ReplySocket, gone: Callable[[int], None]) -> None:
+        self._server = server
+        self._gone = gone
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[int, _Queue] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self, route: Route, data: bytes, piece_of: StreamId | None = None) -> None:
+        """Send a reply, or a piece of a stream's answer, behind all that waits for the same client."""
+        queue = self._queues.get(route.connection)
+        if queue is None:
+            match self._server.reply(route, data):
+                case Delivery.SENT:
+                    return
+                case Delivery.GONE:
+                    self._gone(route.connection)
+                    return
+            queue = self._queues[route.connection] = _Queue()
+        elif piece_of is None and len(queue.messages) - queue.pieces.total() >= MAX_WAITING:
+            return
+        queue.messages.append((piece_of, route, data))
+        if piece_of is not None:
+            queue.pieces[piece_of] += 1
+        self._arm()
+
+    def waiting(self, route: Route, stream: StreamId) -> int:
+        """Pieces of a stream's answer that its client has not taken."""
+        queue = self._queues.get(route.connection)
+        return 0 if queue is None else queue.pieces[stream]
+
+    def discard(self, route: Route, stream: StreamId) -> None:
+        """Forget the pieces of a stream's answer that wait."""
+        queue = self._queues.get(route.connection)
+        if queue is not None:
+            queue.messages = deque(message for message in queue.messages if message[0] != stream)
+            del queue.pieces[stream]
+
+    def forget(self, connection: int) -> None:
+        """Drop all that waits for a connection that has ended."""
+        self._queues.pop(connection, None)
+
+    def close(self) -> None:
+        """Try once more, and give up what waits."""
+        self._retry()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._queues.clear()
+
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(RETRY_S, self._retry)
+
+    def _retry(self) -> None:
+        self._timer = None
+        for connection, queue in list(self._queues.items()):
+            while queue.messages:
+                stream, route, data = queue.messages[0]
+                delivery = self._server.reply(route, data)
+                if delivery is Delivery.FULL:
+                    break
+                if delivery is Delivery.GONE:
+                    self.forget(connection)
+                    self._gone(connection)
+                    break
+                queue.messages.popleft()
+                if stream is not None:
+                    queue.pieces[stream] -= 1
+            if not queue.messages:
+                self.forget(connection)
+        if self._queues:
+            self._arm()

@@ -1,0 +1,148 @@
+"""`doctor` on the command line, alone and beside a living node."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cascadia_p2p import __version__
+from cascadia_p2p.cli import doctor, join, main
+from cascadia_p2p.local import LocalRing, free_ports
+
+HERE = ("--bind", "127.0.0.1", "--fleet", "examined-here", "--threads", "1")
+NETWORK = ("--only", "network")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["doctor", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def findings(out: str) -> dict[str, dict[str, object]]:
+    """The findings by check; the last of each name."""
+    body = json.loads(out)
+    assert body["version"] == __version__
+    worst = max((each["level"] for each in body["findings"]), key=("ok", "warn", "fail").index)
+    assert body["level"] == worst
+    for each in body["findings"]:
+        assert set(each) == {"check", "level", "message", "advice", "facts"}
+        assert each["message"]
+    return {each["check"]: each for each in body["findings"]}
+
+
+def free_flags() -> tuple[str, ...]:
+    return "--port", str(free_ports()), "--client-port", str(free_ports())
+
+
+def test_a_machine_alone_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *HERE, *free_flags(), "--json")
+    found = findings(out)
+    assert (code, err) == (0, "")
+    assert {
+        *("python", "packages", "installation", "openvino", "gpu", "processor", "memory", "bandwidth"),
+        *("power", "clock", "interface", "ports", "multicast", "fleet"),
+    } <= set(found)
+    assert found["memory"]["facts"]["total"] == psutil.virtual_memory().total  # type: ignore[index]
+    assert found["multicast"]["facts"]["echoed"] > 0  # type: ignore[index]
+    assert found["interface"]["facts"]["address"] == "127.0.0.1"  # type: ignore[index]
+
+
+def test_a_failing_check_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    peer = f"127.0.0.1:{free_ports()}"
+    code, out, _ = run(capsys, *HERE, *free_flags(), *NETWORK, "--no-mdns", "--peer", peer)
+    assert code == 1
+    line = next(line for line in out.splitlines() if line.startswith("fail "))
+    assert line.startswith(f"fail peer         {peer} can not be reached from 127.0.0.1")
+    assert "  -> the machine answers, but nothing listens on port" in out
+    assert out.rstrip().endswith("1 fail: a node would not work as asked for")
+    assert "ok   multicast    mDNS is off: nodes are found by --peer only" in out
+
+
+def test_a_living_node_is_recognised_on_its_ports_and_measured(
+    living_node: LocalRing, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = living_node.nodes[0]
+    code, out, _ = run(
+        capsys,
+        *(*NETWORK, "--only", "model"),
+        *("--bind", "127.0.0.1", "--fleet", living_node.fleet, "--port", str(node.port), "--threads", "1"),
+        *("--peer", str(node.control), "--model", str(exported), "--state-dir", str(tmp_path), "--json"),
+    )
+    found = findings(out)
+    assert code == 0, found
+    assert f"control port {node.port} by a node of fleet '{living_node.fleet}'" in str(
+        found["ports"]["message"]
+    )
+    assert found["peer"]["facts"]["rtt_s"] < 1  # type: ignore[index]
+    # The ring that answers goes on: padded questions are answered like any other.
+    assert found["peer"]["facts"]["bytes_s"] > 1e6  # type: ignore[index]
+    assert "ring open" in str(found["peer"]["message"])
+    assert found["peer_data"]["level"] == "ok"
+    assert str(found["fleet"]["message"]).startswith(
+        f"1 node of fleet '{living_node.fleet}' seen, 1 of 1 shards"
+    )
+    assert found["versions"]["level"] == "ok"
+    assert "every file is as exported" in str(found["model"]["message"])
+    assert found["room"]["level"] == "ok"
+    assert found["room"]["facts"]["most_slots"] >= 16  # type: ignore[index]
+
+
+def test_a_damaged_model_and_one_that_does_not_fit_fail(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (*HERE, "--only", "model", "--state-dir", str(tmp_path / "state"))
+    with monkeypatch.context() as little:
+        little.setattr("cascadia_p2p.doctor.model.available_memory", lambda: 300 * 2**20)
+        code, out, _ = run(capsys, *flags, "--model", str(exported), "--slots", "1000", "--json")
+    assert code == 1
+    assert "shard 0: this shard needs" in str(findings(out)["room"]["message"])
+    assert "it would fit with --slots" in str(findings(out)["room"]["message"])
+    weights = next((exported / "shard-00").glob("layer-*.weights"))
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in (exported / "shard-00").iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    raw = bytearray(weights.read_bytes())
+    raw[100] ^= 1
+    (copy / weights.name).write_bytes(raw)
+    code, out, _ = run(capsys, *flags, "--model", str(copy), "--json")
+    assert code == 1
+    assert "is damaged or of another model" in str(findings(out)["model"]["message"])
+    code, out, _ = run(capsys, *flags, "--model", str(copy), "--quick", "--json")
+    assert code == 0
+    assert "contents not read" in str(findings(out)["model"]["message"])
+
+
+def test_no_model_there_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *HERE, "--only", "model", "--model", str(tmp_path), "--json")
+    assert code == 1
+    assert "holds no manifest.json" in str(findings(out)["model"]["message"])
+
+
+def test_a_bind_that_is_not_here_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--bind", "203.0.113.7", *NETWORK, "--json")
+    assert code == 1
+    assert findings(out)["interface"]["level"] == "fail"
+
+
+def test_rpc_15_doctor_takes_the_flags_of_join() -> None:
+    assert set(join.FLAGS) - set(doctor.FLAGS) == {"precision", "queue"}
+    assert set(doctor.FLAGS) <= set(join.FLAGS)
+
+
+def test_every_line_is_explained_in_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    names: set[str] = set()
+    for path in (root / "cascadia_p2p" / "doctor").glob("*.py"):
+        names |= set(re.findall(r'(?:Finding|_failed)\(\s*"([a-z_]+)"', path.read_text(encoding="utf-8")))
+    table = (root / "docs" / "doctor.md").read_text(encoding="utf-8").partition("| line | what |")[2]
+    explained = {
+        name for row in table.splitlines() for name in row.split("|")[1:2] for name in name.split(", ")
+    }
+    assert len(names) > 20
+    assert names <= {name.strip() for name in explained}

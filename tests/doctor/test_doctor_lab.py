@@ -1,0 +1,95 @@
+"""The doctor between hosts: network namespaces on one switch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.lab
+
+DOCTOR = (sys.executable, "-m", "cascadia_p2p", "doctor", "--json", "--only", "network")
+
+
+class Hosts:
+    """A lab in which doctors and nodes can be started."""
+
+    def __init__(self, lab) -> None:  # type: ignore[no-untyped-def]
+        self.lab = lab
+
+    def findings(self, *hosts: int, flags: tuple[str, ...] = ()) -> list[list[dict[str, object]]]:
+        """What doctors on these hosts find, at the same time."""
+        started = [self.lab.start(host, [*DOCTOR, *flags], subprocess.DEVNULL) for host in hosts]
+        said = [process.communicate(timeout=60)[0] for process in started]
+        return [json.loads(text)["findings"] for text in said]
+
+    def examine(self, *hosts: int, flags: tuple[str, ...] = ()) -> list[dict[str, dict[str, object]]]:
+        """The same by check."""
+        return [{str(each["check"]): each for each in found} for found in self.findings(*hosts, flags=flags)]
+
+
+@pytest.fixture
+def hosts(netlab: ModuleType) -> Iterator[Hosts]:
+    with netlab.Lab(2, f"d{os.getpid()}") as lab:
+        yield Hosts(lab)
+
+
+def test_exo_01_two_doctors_hear_each_other_unless_multicast_is_blocked(hosts: Hosts) -> None:
+    for found, other in zip(hosts.examine(0, 1), (1, 0), strict=True):
+        assert found["multicast"]["level"] == "ok"
+        assert found["multicast"]["facts"]["hosts"] == [hosts.lab.ip(other)]  # type: ignore[index]
+        assert found["interface"]["level"] == "ok"
+        assert "eth0" in str(found["interface"]["message"])
+    hosts.lab.multicast(0, False)
+    hosts.lab.multicast(1, False)
+    for found in hosts.examine(0, 1):
+        multicast = found["multicast"]
+        assert multicast["level"] == "warn"
+        # The own packets come back inside the host: it is the network that lets none through.
+        assert multicast["facts"]["echoed"] > 0  # type: ignore[index]
+        assert multicast["facts"]["hosts"] == []  # type: ignore[index]
+        assert "--peer HOST:PORT" in str(multicast["advice"])
+
+
+def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
+    hosts: Hosts, exported: Path, tmp_path: Path
+) -> None:
+    node = hosts.lab.cascadia(
+        1,
+        *("join", "--model", str(exported), "--fleet", "lab", "--state-dir", str(tmp_path), "--threads", "1"),
+    )
+    peer = f"{hosts.lab.ip(1)}:7600"
+    flags = ("--fleet", "lab", "--peer", peer)
+    deadline = time.monotonic() + 40
+    while "1 of 1 shards" not in str(
+        (found := hosts.examine(0, flags=flags)[0]).get("fleet", {}).get("message")
+    ):
+        assert time.monotonic() < deadline, found
+    assert node.poll() is None
+    assert found["multicast"]["facts"]["hosts"] == [hosts.lab.ip(1)]  # type: ignore[index]
+    assert found["peer_data"]["level"] == "ok"
+    assert found["peer"]["level"] == "ok"
+    narrow = "tc qdisc add dev eth0 root tbf rate 50mbit burst 16kb latency 400ms"
+    hosts.lab.run(0, narrow.split())
+    slow = hosts.examine(0, flags=flags)[0]["peer"]
+    assert slow["level"] == "warn"
+    assert "slower than a gigabit" in str(slow["advice"])
+    assert slow["facts"]["bytes_s"] == pytest.approx(50e6 / 8, rel=0.3)  # type: ignore[index]
+
+
+def test_dll_14_no_route_and_a_silent_host_are_told(hosts: Hosts) -> None:
+    hosts.lab.cut(1, silent=True)
+    peers = ("--peer", "203.0.113.9:7600", "--peer", f"{hosts.lab.ip(1)}:7600")
+    (found,) = hosts.findings(0, flags=("--no-mdns", *peers))
+    away, silent = (each for each in found if each["check"] == "peer")
+    assert (away["level"], silent["level"]) == ("fail", "fail")
+    assert "This machine has no route to it" in str(away["message"]) + str(away["advice"])
+    assert f"from {hosts.lab.ip(0)} (eth0): no answer" in str(silent["message"])
+    assert "firewall" in str(silent["advice"])
