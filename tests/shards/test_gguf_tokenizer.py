@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixtures.dense import MODELS
 from fixtures.gguf_files import write_gguf
-from fixtures.smollm import PROMPTS, load_prompts, load_texts
+from fixtures.smollm import HERE, PROMPTS, TEXTS, load_prompts, load_texts
 
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.sample.tokenizer import tokenizer_json
@@ -16,6 +16,7 @@ from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.gguf import GgufSource
 from cascadia_p2p.shards.gguf_tokenizer import end_ids, tokenizer_files
 from cascadia_p2p.shards.manifest import Manifest
+from cascadia_p2p.text.detokenizer import Detokenizer
 from cascadia_p2p.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool>")
@@ -136,10 +137,7 @@ def test_exo_18_every_token_that_ends_a_turn_ends_an_answer() -> None:
 
 
 REFUSED = {
-    "sentencepiece": (
-        {"model": "llama"},
-        "kind 'llama', pre-tokenizer 'smollm': only 'gpt2' with one of default",
-    ),
+    "another kind": ({"model": "t5"}, "kind 't5', pre-tokenizer 'smollm': only 'llama', and 'gpt2' with"),
     "unknown cut": ({"pre": "klingon"}, "pre-tokenizer 'klingon'"),
     "twice": ({"tokens": [*SPECIAL, "a", "a"], "token_type": [1] * 6}, "the token 'a' twice"),
     "types": ({"token_type": [1, 2]}, "269 tokens and 2 token types"),
@@ -180,3 +178,41 @@ def test_the_real_tokenizer_cuts_as_llama_cpp_does(smollm: Path, tmp_path: Path)
         assert tuple(found.encode(prompt.text)) == prompt.ids
     assert len(PROMPTS) == 20
     assert b"<|im_start|>" in files["chat_template.jinja"]
+
+
+def sentencepiece(**changes: object) -> dict[str, object]:
+    """A SentencePiece model as in a file; the fixture's texts are cut by the real library."""
+    made = json.loads((HERE / "sentencepiece.json").read_text(encoding="utf-8"))
+    entries = {key: made[key] for key in ("tokens", "scores", "token_type")}
+    entries |= {"model": "llama", "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | changes
+    return {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
+
+
+def test_sentencepiece_models_cut_as_the_library_does(tmp_path: Path) -> None:
+    texts = json.loads((HERE / "sentencepiece.json").read_text(encoding="utf-8"))["texts"]
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizer_files(sentencepiece())["tokenizer.json"])
+    found = Tokenizer.load(path)
+    assert not found.byte_level
+    assert found.special_ids == {0, 1, 2}
+    for text, ids in zip(TEXTS, texts, strict=True):
+        assert found.encode(text, specials=False) == ids, text
+        assert found.encode(text) == [1, *ids]
+        assert found.decode(ids) == text
+        shown = Detokenizer(found)
+        assert "".join(shown.add(token) for token in ids) == text
+
+
+def test_sentencepiece_without_a_space_in_front(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(
+        tokenizer_files(sentencepiece(add_space_prefix=False, add_bos_token=False))["tokenizer.json"]
+    )
+    found = Tokenizer.load(path)
+    assert found.decode(found.encode("node")) == "node"
+    assert found.encode(" node") != found.encode("node")
+
+
+def test_scores_that_are_not_those_of_the_pieces_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="700 tokens and 2 scores"):
+        tokenizer_files(sentencepiece(scores=[0.5, 1.5]))
