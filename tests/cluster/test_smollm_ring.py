@@ -1,39 +1,41 @@
-"""The real SmolLM2 on a ring of three nodes, asked by a client over real sockets."""
+"""The real SmolLM2 on rings of one, three and ten nodes, asked by a client over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster.fleet import ask, fleet
+from cluster.fleet import fleet
 from fixtures.smollm import load_prompts
 
+from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.shards.export import export
 from cascadia_p2p.wire.client import GenerateReply
 
+NEW_TOKENS = 16
 
-@pytest.fixture(scope="module")
-def model(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    out = tmp_path_factory.mktemp("smollm-ring")
-    export(smollm, out / "model", shards=3)
-    yield out / "model"
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 3, 10])
+def test_twenty_prompts_get_the_references_answers(nodes: int, smollm: Path, tmp_path: Path) -> None:
+    """All at once, so that frames hold rows of several of them."""
+    export(smollm, tmp_path / "model", shards=nodes)
+    prompts = load_prompts()
+
+    async def run() -> list[GenerateReply]:
+        async with fleet(tmp_path) as ring:
+            for shard in range(nodes):
+                await ring.start(tmp_path / "model", shard=shard, slots=8)
+            head = await ring.open(300.0)
+            async with AsyncClient(head.client, timeout_s=600.0) as client:
+                asked = [client.generate(prompt.text, max_tokens=NEW_TOKENS) for prompt in prompts]
+                return list(await asyncio.gather(*asked))
+
+    replies = asyncio.run(run())
     # Half a gigabyte that pytest would keep.
-    shutil.rmtree(out)
-
-
-def test_three_nodes_answer_a_question(model: Path, tmp_path: Path) -> None:
-    prompt = load_prompts()[0]
-
-    async def run() -> GenerateReply:
-        async with fleet(tmp_path) as nodes:
-            for shard in range(3):
-                await nodes.start(model, shard=shard)
-            reply: GenerateReply = await ask(await nodes.open(), prompt.text, max_tokens=32)
-            return reply
-
-    reply = asyncio.run(run())
-    assert reply.token_ids == prompt.transformers[:32]
-    assert all(word in reply.text.lower() for word in ("sky", "blue", "light", "scatter")), reply.text
+    shutil.rmtree(tmp_path / "model")
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply.token_ids == prompt.transformers[:NEW_TOKENS], prompt.text
+    assert all(word in replies[0].text for word in ("sky", "blue")), replies[0].text

@@ -58,10 +58,10 @@ class Exported:
     def three(self) -> Loaded:
         return Loaded(self.model, 3)
 
-    @cached_property
-    def one(self) -> Stages:
+    def cut(self, split: tuple[int, ...]) -> Stages:
+        """The same weights in other stages."""
         whole = WholeModel(self.model, 3)
-        return Stages(whole.config, (30,), whole, PROMISE)
+        return Stages(whole.config, split, whole, PROMISE)
 
     @cached_property
     def followed(self) -> list[F32]:
@@ -90,9 +90,11 @@ def test_tokens_and_logits_are_those_of_transformers(exported: Exported) -> None
         assert relative_error(kept, prompt.logits) < 1e-3
 
 
-def test_one_stage_gives_the_bits_of_three(exported: Exported) -> None:
-    for prompt, logits in list(zip(load_prompts(), exported.followed, strict=True))[::4]:
-        assert np.array_equal(follow(exported.one, prompt), logits)
+@pytest.mark.parametrize("split", [(30,), (3,) * 10], ids=["1 stage", "10 stages"])
+def test_any_number_of_stages_gives_the_bits_of_three(exported: Exported, split: tuple[int, ...]) -> None:
+    stages = exported.cut(split)
+    for prompt, logits in zip(load_prompts(), exported.followed, strict=True):
+        assert np.array_equal(follow(stages, prompt), logits), prompt.text
 
 
 def test_llama_cpp_gives_the_same_answers(exported: Exported) -> None:
