@@ -98,9 +98,15 @@ def _request(
         # By it the answer can be cancelled.
         fields["id"] = secrets.token_hex(8)
     try:
-        return GenerateRequest.model_validate(fields)
+        request = GenerateRequest.model_validate(fields)
     except ValidationError as error:
         raise RequestError(ErrorCode.BAD_REQUEST, f"this can not be sent: {explain(error)}") from None
+    try:
+        encode(request)
+    except (TypeError, ValueError):
+        text = "this can not be sent: a text in it is no Unicode; was it read in another encoding?"
+        raise RequestError(ErrorCode.BAD_REQUEST, text) from None
+    return request
 
 
 def _listed(name: str, value: object) -> tuple[object, ...]:

@@ -310,6 +310,10 @@ class _Given:
     def _add_texts(self, texts: Mapping[str, str], sources: Mapping[str, str]) -> None:
         if not texts:
             return
+        for name, text in texts.items():
+            # A path may be any bytes.
+            if name not in ("model", "state_dir") and not _is_text(text):
+                raise UsageError(f"{sources[name]}: {text!a} holds bytes that are no text in UTF-8")
         nested = _nest(texts)
         parsed = _checked(
             lambda: Config.model_validate_strings(nested, context=_PARTIAL), "settings", sources
@@ -344,6 +348,15 @@ def _sentence(error: ValidationError, where: str, sources: Mapping[str, str]) ->
     if first["type"] == "value_error":
         return f"{sources.get(name, where)}: {message}"
     return f"{sources.get(name, where)}: {first['input']!r} is not right: {message[0].lower()}{message[1:]}"
+
+
+def _is_text(text: str) -> bool:
+    """Whether none of it stands for bytes that could not be decoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _suggest(name: str, known: Mapping[str, object]) -> str:

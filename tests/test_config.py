@@ -43,6 +43,15 @@ def test_order_of_precedence_and_sources(tmp_path: Path) -> None:
         config.source("colour")
 
 
+def test_bytes_that_are_no_text_are_refused_but_in_paths() -> None:
+    assert (
+        refusal({"fleet": "caf\udce9"}) == r"flag --fleet: 'caf\udce9' holds bytes that are no text in UTF-8"
+    )
+    assert refusal({"peers": ["caf\udce9:7600"]}).startswith("flag --peer: ")
+    assert refusal(environ={"CASCADIA_ENDPOINT": "\udce9:1"}).startswith("environment CASCADIA_ENDPOINT: ")
+    assert load_config({"model": "caf\udce9"}, environ={}).model == Path("caf\udce9")
+
+
 def test_frozen_and_built_directly() -> None:
     config = Config(fleet="lab", peers=(Endpoint("a", 1),))
     assert config.source("fleet") == "argument"

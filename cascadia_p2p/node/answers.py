@@ -149,6 +149,9 @@ class AnswerDesk:
 
     def is_long(self, request: GenerateRequest) -> bool:
         """Whether `accept` may take long."""
+        if request.messages is not None and self._chat is not None and self._chat.templated:
+            # What a model's own template does is not known beforehand.
+            return True
         texts = [message.content or "" for message in request.messages or ()]
         return len(texts) > 100 or sum(map(len, texts)) + len(request.prompt or "") > LONG_TEXT
 

@@ -96,6 +96,11 @@ class Chat:
         """Whether messages can be taken."""
         return self.fault is None and (self._template is not None or self._framing is not None)
 
+    @property
+    def templated(self) -> bool:
+        """Whether the model's own template is run for messages."""
+        return self._template is not None
+
     def prompt(
         self,
         messages: Sequence[JsonObject],

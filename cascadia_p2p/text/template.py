@@ -5,11 +5,13 @@ It behaves as in transformers' `apply_chat_template`: the same filters and funct
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -35,8 +37,23 @@ MAX_SOURCE: Final = 1 << 20
 MAX_TEXT: Final = 1 << 24
 """Characters of what it renders, and of any text that it makes on the way."""
 
+MAX_MADE: Final = 1 << 30
+"""Characters of all texts that it makes on the way together."""
+
 MAX_STEPS: Final = 1_000_000
 """Turns of loops and calls of macros in one rendering."""
+
+MAX_S: Final = 5.0
+"""How long one rendering may take, in seconds."""
+
+MAX_INDENT: Final = 64
+"""Of JSON; what stands between its values may be as long."""
+
+MAX_BITS: Final = 1024
+"""Of a whole number that is calculated with."""
+
+MAX_VALUES: Final = 1_000_000
+"""Values within lists and objects that are written as text, each counted as often as it is written."""
 
 
 class ChatTemplate:
@@ -118,9 +135,16 @@ class _RefusedError(jinja2.TemplateError):
 
 @dataclass(slots=True)
 class _Budget:
-    """What one rendering has used up."""
+    """What one rendering has used up, and when it must be over, by `time.monotonic`."""
 
     steps: int = 0
+    made: int = 0
+    ends: float = field(default_factory=lambda: time.monotonic() + MAX_S)
+
+    def check_time(self) -> None:
+        """Refuse to go on after the time is over."""
+        if time.monotonic() > self.ends:
+            raise jinja2.TemplateError(f"it takes more than {MAX_S:g} seconds")
 
 
 _WIDE: Final = re.compile(r"\d{5}|\*|\{[^}]*\{")
@@ -135,11 +159,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, now: Callable[[], datetime]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationBlock, loopcontrols],
+            finalize=_check_written,
+        )
         self.filters["tojson"] = _to_json
         self.filters["format"] = _checked_format
         self.filters["center"] = _narrow(self.filters["center"])
         self.filters["indent"] = _narrow(self.filters["indent"])
+        for name, function in self.filters.items():
+            self.filters[name] = _bounded(name, function)
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = lambda form: now().strftime(form)
         self.globals["namespace"] = _PlainNamespace
@@ -154,16 +185,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         budget.steps += 1
         if budget.steps > MAX_STEPS:
             raise jinja2.TemplateError(f"it makes more than {MAX_STEPS} steps")
+        budget.check_time()
         return ""
 
     def joined(self, *parts: object) -> str:
         """What `~` gives."""
-        texts = [str(part) for part in parts]
+        texts = [str(_check_written(part)) for part in parts]
         _check_length(sum(map(len, texts)))
-        return "".join(texts)
+        text: str = _counted("".join(texts))
+        return text
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """What the arithmetic operators give."""
+        _check_time()
+        if any(isinstance(side, int) and side.bit_length() > MAX_BITS for side in (left, right)):
+            raise jinja2.TemplateError(f"it calculates with a number of more than {MAX_BITS} bits")
         sized = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
         if operator == "*" and sized:
             counts = [side for side in (left, right) if isinstance(side, int)]
@@ -172,21 +208,24 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError("it raises a number to more than the 64th power")
         elif operator == "%" and isinstance(left, str):
             _check_form(left)
+            _check_written(right)
         elif sized:
             _check_length(sum(sized))
-        return super().call_binop(context, operator, left, right)
+        return _counted(super().call_binop(context, operator, left, right))
 
     # The names of the parameters leave all others to what is called.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """What a function or method gives."""
         if __obj == __self.tick:
             return __self.tick()
-        if getattr(__obj, "__name__", "") in ("format", "format_map"):
-            # The base class hands out a wrapper of the method.
-            _check_form(getattr(getattr(__obj, "__wrapped__", __obj), "__self__", ""))
+        _check_time()
+        # The base class hands out a wrapper of some methods.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            _check_method(owner, __obj.__name__, args, kwargs)
         if any(isinstance(value, int) and value > MAX_TEXT for value in (*args, *kwargs.values())):
             raise jinja2.TemplateError("it calls something with a number that is too large")
-        return super().call(__context, __obj, *args, **kwargs)
+        return _counted(super().call(__context, __obj, *args, **kwargs))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree: nodes.Template = _Counted().visit(Parser(self, source, name, filename).parse())
@@ -239,6 +278,65 @@ def _check_name(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace may not hold the name {name!r}")
 
 
+def _check_time() -> None:
+    # What is constant is worked out while the template is read.
+    if (budget := _BUDGET.get(None)) is not None:
+        budget.check_time()
+
+
+def _counted(value: Any) -> Any:
+    """The value; refused when it is one text too many."""
+    if isinstance(value, str) and (budget := _BUDGET.get(None)) is not None:
+        budget.made += len(value)
+        if budget.made > MAX_MADE:
+            raise jinja2.TemplateError(f"it makes texts of more than {MAX_MADE} characters together")
+    return value
+
+
+def _check_written(value: Any) -> Any:
+    """The value; refused when its text would have no end, as of a list that holds one list many times."""
+    if not isinstance(value, list | tuple | dict | Namespace):
+        return value
+    count = length = 0
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        count += 1
+        if isinstance(each, Namespace):
+            raise jinja2.TemplateError("it writes a namespace as text")
+        if isinstance(each, dict):
+            waiting += (*each, *each.values())
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, str):
+            _check_length(length := length + len(each))
+        if count + len(waiting) > MAX_VALUES:
+            raise jinja2.TemplateError(f"it writes a list of more than {MAX_VALUES} values as text")
+    return value
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Refuse a text's method that would give a text without bound."""
+    for value in (*args, *named.values()):
+        _check_written(value)
+    if name in ("format", "format_map"):
+        _check_form(text)
+    elif name == "translate":
+        raise jinja2.exceptions.SecurityError("the method 'translate' of a text is unsafe")
+    elif name == "replace" and len(args) >= 2:
+        _check_replaced(text, args[0], args[1])
+    elif name == "expandtabs":
+        size = next(iter((*args, *named.values())), 8)
+        _check_length(text.count("\t") * (size if isinstance(size, int) else 0))
+    elif name == "join" and args and isinstance(args[0], list | tuple | dict | str):
+        _check_length(len(text) * len(args[0]))
+
+
+def _check_replaced(text: str, old: object, new: object) -> None:
+    old, new = str(old), str(new)
+    _check_length(len(text) + text.count(old) * max(0, len(new) - len(old)))
+
+
 def _check_length(length: int) -> None:
     if length > MAX_TEXT:
         raise jinja2.TemplateError(f"it makes a text of more than {MAX_TEXT} characters")
@@ -265,6 +363,51 @@ def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*given, *args, **kwargs)
 
     return bounded
+
+
+_STRUCTURAL: Final = frozenset(
+    {"batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list"}
+    | {"map", "max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"}
+    | {"sort", "unique"}
+)
+"""Filters that write no text, for which a list need not be looked through."""
+
+
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that takes no more time and makes no more text than a template may."""
+
+    @functools.wraps(function)
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _check_time()
+        # Some take the environment, or what it knows, before the value.
+        before = args[:1] if hasattr(function, "jinja_pass_arg") else ()
+        value, *rest = args[len(before) :]
+        if name == "join" and not isinstance(value, str | list | tuple | dict):
+            value = list(value)
+        _check_filter(name, value, [*rest, *kwargs.values()])
+        return _counted(function(*before, value, *rest, **kwargs))
+
+    return bounded
+
+
+def _check_filter(name: str, value: Any, given: list[Any]) -> None:
+    """Refuse a filter that would write a text without bound, or take memory without bound."""
+    if name not in _STRUCTURAL:
+        for each in (value, *given):
+            _check_written(each)
+    if name == "replace" and len(given) >= 2:
+        _check_replaced(str(value), given[0], given[1])
+    elif name == "join" and given:
+        _check_length(len(value) * len(str(given[0])))
+    elif name == "sum" and any(isinstance(each, list | tuple) for each in given):
+        raise jinja2.TemplateError("it adds up lists: only numbers can be added up")
+    elif name in ("batch", "slice") and any(isinstance(each, int) and each > MAX_VALUES for each in given):
+        raise jinja2.TemplateError("it divides a list by a number that is too large")
+    elif name == "tojson" and any(
+        (isinstance(each, int) and each > MAX_INDENT) or (isinstance(each, str) and len(each) > MAX_INDENT)
+        for each in given
+    ):
+        raise jinja2.TemplateError(f"it writes JSON with an indent or a mark of more than {MAX_INDENT}")
 
 
 def _raise(message: object) -> NoReturn:

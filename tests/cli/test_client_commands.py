@@ -98,6 +98,8 @@ def test_generate_stops_where_it_is_told(run: Run, at: tuple[str, str]) -> None:
         (("hello", "--endpoint", "here"), 2, "flag --endpoint: 'here' is not an address"),
         (("hello", "--fleet", ""), 2, "--fleet"),
         (("hello", "--timeout", "0"), 2, "--timeout"),
+        (("hello", "--fleet", "caf\udce9"), 2, "flag --fleet: 'caf\\udce9' holds bytes that are no text"),
+        (("caf\udce9",), 1, "a text in it is no Unicode"),
         (("",), 1, "'prompt' is empty"),
         (("--token-ids", "1,280"), 1, "holds 280: this model's ids are 0 to 279"),
         (("--token-ids", "-1"), 1, "'token_ids[0]' should be greater than or equal to 0, and is -1"),

@@ -84,6 +84,13 @@ def test_long_prompts_are_known_by_their_text() -> None:
     assert desk.is_long(GenerateRequest(messages=(ChatMessage(role="user", content="a"),) * 200))
 
 
+def test_a_models_own_template_is_run_apart_however_short_the_messages() -> None:
+    templated = Chat(TOKENIZER, ChatTemplate("{{ messages[0].content }}"))
+    assert AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, templated).is_long(CHAT)
+    assert not AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, templated).is_long(PROMPT)
+    assert not AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, Chat(TOKENIZER)).is_long(CHAT)
+
+
 def test_what_an_answer_is_read_with_says_how_it_ended() -> None:
     desk = AnswerDesk(ModelFacts(280, frozenset({SAMPLING})), TOKENIZER, Chat(TOKENIZER))
     accepted, answer = desk.accept(

@@ -22,6 +22,9 @@ from cascadia_p2p.text.tokenizer import Tokenizer
 TOKENIZER = tokenizer()
 EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8"))
 USER = [{"role": "user", "content": "a"}]
+DOUBLED = (
+    "{{% set n = namespace(x=3) %}}{{% for i in range(40) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ {} }}}}"
+)
 
 
 @pytest.mark.parametrize("talk", TALKS, ids=lambda talk: talk.name)
@@ -105,6 +108,26 @@ def test_a_chat_gives_the_ids_of_its_template(talk: Talk) -> None:
         ("{% for i in range(99999) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}", "more than"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "steps"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+        ("{{ ('a' * 1000000).replace('a', 'b' * 2000) }}", "more than"),
+        ("{{ ('a' * 1000000) | replace('a', 'b' * 2000) }}", "more than"),
+        ("{{ ([1] * 100000) | join('b' * 20000) }}", "more than"),
+        ("{{ range(99999) | map('string') | join('b' * 20000) }}", "more than"),
+        ("{{ ('b' * 20000).join([''] * 100000) }}", "more than"),
+        ("{{ ('\t' * 10000).expandtabs(200000) }}", "more than"),
+        ("{{ 'a'.translate({97: 'b'}) }}", "unsafe"),
+        ("{{ ([1] * 9999) | tojson(indent=100000) }}", "indent"),
+        ("{{ [1] | slice(10**7) | list }}", "too large"),
+        ("{{ ([[1]] * 9999) | sum(start=[]) }}", "only numbers"),
+        (DOUBLED.format("n.x * n.x", "1"), "bits"),
+        (DOUBLED.format("[n.x, n.x]", "n.x"), "values"),
+        (DOUBLED.format("[n.x, n.x]", "n.x | tojson"), "values"),
+        (DOUBLED.format("[n.x, n.x]", "n.x | pprint"), "values"),
+        (DOUBLED.format("[n.x, n.x]", "1 ~ n.x"), "values"),
+        (DOUBLED.format("[n.x, n.x]", "'%s' % n.x"), "values"),
+        (DOUBLED.format("{'a': n.x, 'b': n.x}", "'{}'.format(n.x)"), "values"),
+        (DOUBLED.format("namespace(a=n.x, b=n.x)", "n.x"), "namespace"),
+        ("{% for i in range(999) %}{% set a = 'a' * (10000000 + i) %}{% endfor %}", "together"),
+        ("{% for i in range(9999) %}{{ range(99999) | sort | length }}{% endfor %}", "seconds"),
         ("{{ 1 / 0 }}", "division"),
         ("{{ messages[7].content }}", "no element 7"),
     ],
@@ -113,6 +136,7 @@ def test_a_template_can_neither_reach_out_nor_grow(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_module, "MAX_STEPS", 20_000)
+    monkeypatch.setattr(template_module, "MAX_S", 2.0)
     with pytest.raises(RequestError) as refused:
         ChatTemplate(source).render(USER)
     assert refused.value.code is ErrorCode.BAD_REQUEST
@@ -125,10 +149,17 @@ def test_bounds_do_not_change_what_templates_may_do() -> None:
         "{{ '%02d' % 3 }}{{ '%s-%s' | format(1, 2) }}{{ '{:>3}'.format('a') }}{{ 'ab' * 2 }}{{ [1] + [2] }}"
         "{{ 2 ** 10 }}{{ 7 % 4 }}{{ 'a' | center(3) }}{{ 'a\nb' | indent }}{{ 'a\nb' | indent(2, true) }}"
         "{{ dict(a=1) }}{{ 1 ~ none ~ 'x' ~ undefined_name }}{% for i in range(5) if i % 2 %}{{ loop.index }}"
-        "{% else %}never{% endfor %}{{ strftime_now('%d %b %Y') }}"
+        "{% else %}never{% endfor %}{{ strftime_now('%d %b %Y') }}{{ ['a', 1] | join('-') }}"
+        "{{ [1, 2] | sum }}{{ 'a-b' | replace('-', '+') }}{{ 'a-b'.replace('-', '') }}"
+        "{{ '-'.join(['a', 'b']) }}"
+        "{{ [1] | tojson }}{{ messages | map(attribute='role') | join('-') }}"
+        "{{ [3, 1] | sort | batch(1) | list }}"
+        "{{ undefined_name }}"
     )
     template = ChatTemplate(source, now=lambda: datetime(2031, 2, 3))
-    assert template.render(USER) == ("031-2  aabab[1, 2]10243 a a\n    b  a\n  b{'a': 1}1Nonex1203 Feb 2031")
+    assert template.render(USER) == (
+        "031-2  aabab[1, 2]10243 a a\n    b  a\n  b{'a': 1}1Nonex1203 Feb 2031a-13a+baba-b[1]user[[1], [3]]"
+    )
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% endfor %}", "{% generation %}", "x" * 2_000_000])
