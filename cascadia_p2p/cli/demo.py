@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     layers = find_recipe(SAMPLE).layers if args.sample else MODEL_LAYERS
     if not 1 <= args.nodes <= layers:
         raise UsageError(f"--nodes {args.nodes}: the demo's model has {layers} layers, so give 1 to {layers}")
-    tokens = args.max_tokens or (SAMPLE_TOKENS if args.sample else MAX_TOKENS)
+    tokens = args.max_tokens
+    if tokens is None:
+        tokens = SAMPLE_TOKENS if args.sample else MAX_TOKENS
     if tokens < 1:
         raise UsageError(f"--max-tokens {tokens}: give 1 or more")
     forgive_encodings()

@@ -74,7 +74,9 @@ class Fields:
         """A finite number above 0."""
         value = self.number(name, default)
         if value <= 0:
-            raise self.wrong(name, "a number above 0")
+            raise CheckpointError(
+                f"{self._where} has {self._prefix}{name} = {value!r}: expected a number above 0"
+            )
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -91,11 +93,14 @@ class Fields:
         value = self.value(name)
         if value is None:
             return None
+        full = f"{self._where} has {self._prefix}{name}"
         if not isinstance(value, list) or len(value) != length:
-            raise self.wrong(name, f"a list with one entry for each of the {length} layers")
-        for word in value:
+            has = f"{len(value)} entries" if isinstance(value, list) else repr(value)
+            raise CheckpointError(f"{full} with {has}: expected one for each of the {length} layers")
+        for layer, word in enumerate(value):
             if not isinstance(word, str) or word not in allowed:
-                raise self.wrong(name, f"only {' or '.join(repr(each) for each in allowed)}")
+                choice = " or ".join(repr(each) for each in allowed)
+                raise CheckpointError(f"{full}[{layer}] = {word!r}: expected {choice}")
         return list(value)
 
     def mapping(self, name: str) -> Fields | None:

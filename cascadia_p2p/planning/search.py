@@ -119,6 +119,7 @@ class Search:
         self._reading = reading
         self._streams = streams
         self._lacks: dict[Machine, F64] = {}
+        self._seconds: dict[tuple[int, int], F64] = {}
 
     def best(self, places: Sequence[Place]) -> Arrangement | None:
         """The best arrangement of all these places, or None when they can not hold the model.
@@ -236,11 +237,18 @@ class Search:
 
     def _task(self, order: tuple[Place, ...], rows: int) -> _Task:
         times = [place.times for place in order if place.times is not None]
-        costs = [self._allowed(place, each.matrix(rows)) for place, each in zip(order, times, strict=True)]
+        costs = [self._times(place, each, rows) for place, each in zip(order, times, strict=True)]
         hops = hop_times([each.node for each in times], self._reading.sizes.hidden, rows)
         frames = self._frames(rows)
         wire = frames * max((hop.busy for hop in hops), default=0.0)
         return _Task(order, costs, frames, sum(hop.seconds for hop in hops), wire)
+
+    def _times(self, place: Place, times: StageTimes, rows: int) -> F64:
+        """What a place can take, in seconds; kept, because all orders share it."""
+        key = (id(times), rows)
+        if key not in self._seconds:
+            self._seconds[key] = self._allowed(place, times.matrix(rows))
+        return self._seconds[key]
 
     def _frames(self, rows: int) -> int:
         return -(-self._streams // rows)

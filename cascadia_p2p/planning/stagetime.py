@@ -62,7 +62,7 @@ class Reading:
 
     def matrix(self, rows: int) -> F64:
         """`stage` for layers i to j - 1 at [i, j]."""
-        return _between([self.layer(layer, rows) for layer in self.sizes.layers], self.head(), 0.0)
+        return _between(_sums([self.layer(layer, rows) for layer in self.sizes.layers]), self.head(), 0.0)
 
     def _keys_and_values(self, layer: LayerSizes, rows: int) -> int:
         seen = self.positions if layer.cache.window is None else min(self.positions, layer.cache.window)
@@ -87,23 +87,28 @@ class StageTimes:
         for time in sorted(node.times, key=lambda each: each.rows):
             curve = self._curves.setdefault(time.part, [])
             curve.append((time.rows, time.seconds, time.weight_bytes))
-        self._known: dict[int, F64] = {}
+        self._behind: dict[int, F64] = {}
 
     def matrix(self, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
-        if rows not in self._known:
+        return _between(self._sums(rows), self._head(rows), self._frame(rows))
+
+    def stage(self, layers: range, rows: int) -> float:
+        """Seconds for one stage."""
+        behind = self._sums(rows)
+        seconds = float(behind[layers.stop] - behind[layers.start]) + self._frame(rows)
+        return seconds + self._head(rows) if layers.stop == len(behind) - 1 else seconds
+
+    def _sums(self, rows: int) -> F64:
+        """Seconds for all layers before each, and for all."""
+        if rows not in self._behind:
             # Most models have few different layers.
             kinds: dict[LayerSizes, float] = {}
             for layer in self._reading.sizes.layers:
                 if layer not in kinds:
                     kinds[layer] = self._layer(layer, rows)
-            seconds = [kinds[layer] for layer in self._reading.sizes.layers]
-            self._known[rows] = _between(seconds, self._head(rows), self._frame(rows))
-        return self._known[rows]
-
-    def stage(self, layers: range, rows: int) -> float:
-        """Seconds for one stage."""
-        return float(self.matrix(rows)[layers.start, layers.stop])
+            self._behind[rows] = _sums([kinds[layer] for layer in self._reading.sizes.layers])
+        return self._behind[rows]
 
     def _layer(self, layer: LayerSizes, rows: int) -> float:
         weights = sum(self._reading.footprint.bytes_of(each) for each in layer.matrices)
@@ -147,8 +152,11 @@ def _interpolated(curve: list[tuple[int, float, int | None]], rows: int, weights
     return max(seconds[right - 1] + slope * (rows - at[right - 1]), 0.0)
 
 
-def _between(layers: list[float], head: float, fixed: float) -> F64:
-    behind = np.concatenate([[0.0], np.cumsum(layers)])
+def _sums(layers: list[float]) -> F64:
+    return np.concatenate([[0.0], np.cumsum(layers)])
+
+
+def _between(behind: F64, head: float, fixed: float) -> F64:
     between: F64 = behind[None, :] - behind[:, None] + fixed
     between[:, -1] += head
     return nothing_backwards(between)

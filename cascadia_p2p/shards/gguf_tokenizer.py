@@ -13,7 +13,9 @@ from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.models.fields import Fields
 from cascadia_p2p.shards.manifest import TokenizerFile
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_SPACE = "\u2581"
+"""How SentencePiece writes a space."""
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """GPT-2's words."""
@@ -71,7 +73,17 @@ _ENDS: Final = (
 )
 """Control tokens that end a turn or a text wherever they are; files made early name only one of them."""
 
-_Item = TypeVar("_Item", str, int)
+_Item = TypeVar("_Item", str, int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """The parts of a `tokenizer.json` that differ between kinds, as its keys name them."""
+
+    normalizer: dict[str, object] | None
+    pre_tokenizer: dict[str, object] | None
+    decoder: dict[str, object]
+    model: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +123,21 @@ def tokenizer_files(metadata: Mapping[str, object]) -> dict[TokenizerFile, bytes
     kind, pre = fields.value("model"), fields.value("pre") or "default"
     if kind is None:
         return {}
-    if kind != "gpt2" or pre not in _PRE:
+    if kind == "gpt2" and pre in _PRE:
+        vocabulary, words = _vocabulary(fields), _PRE[str(pre)]
+        rules = _byte_level(fields, vocabulary, words)
+    elif kind == "llama":
+        vocabulary, words = _vocabulary(fields), _Words((), begin=True)
+        rules = _sentencepiece(fields, vocabulary)
+    else:
         known = ", ".join(_PRE)
         raise CheckpointError(
-            f"the GGUF file has a tokenizer of kind {kind!r}, pre-tokenizer {pre!r}: only 'gpt2' with one of "
-            f"{known} can be used; export from the checkpoint's safetensors with its tokenizer.json instead"
+            f"the GGUF file has a tokenizer of kind {kind!r}, pre-tokenizer {pre!r}: only 'llama', and "
+            f"'gpt2' with one of {known} can be used; export from the checkpoint's safetensors with its "
+            "tokenizer.json instead"
         )
-    vocabulary = _vocabulary(fields)
-    words = _PRE[str(pre)]
     files: dict[TokenizerFile, bytes] = {
-        "tokenizer.json": _json(_byte_level(fields, vocabulary, words)),
+        "tokenizer.json": _json(_tokenizer(vocabulary, rules, _frame(fields, vocabulary, words))),
         "tokenizer_config.json": _json(_config(fields, vocabulary, words)),
     }
     template = metadata.get("tokenizer.chat_template")
@@ -184,9 +201,31 @@ def _token(vocabulary: _Vocabulary, token_id: int) -> str:
     return vocabulary.tokens[token_id]
 
 
-def _byte_level(fields: Fields, vocabulary: _Vocabulary, words: _Words) -> dict[str, object]:
+def _tokenizer(vocabulary: _Vocabulary, rules: _Rules, frame: dict[str, object] | None) -> dict[str, object]:
     """The object for `tokenizer.json`."""
-    bytes_as_letters = {
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added(),
+        "normalizer": rules.normalizer,
+        "pre_tokenizer": rules.pre_tokenizer,
+        "post_processor": frame,
+        "decoder": rules.decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
+            **rules.model,
+        },
+    }
+
+
+def _byte_level(fields: Fields, vocabulary: _Vocabulary, words: _Words) -> _Rules:
+    """Every byte is a letter, and letters are merged by a list."""
+    letters: dict[str, object] = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
@@ -196,28 +235,68 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary, words: _Words) -> dict[
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in words.patterns
     ]
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": vocabulary.added(),
-        "normalizer": {"type": "NFC"} if words.compose else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, bytes_as_letters]},
-        "post_processor": _frame(fields, vocabulary, words),
-        "decoder": bytes_as_letters,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
+    return _Rules(
+        normalizer={"type": "NFC"} if words.compose else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*cuts, letters]},
+        decoder=letters,
+        model={
             "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": words.whole,
-            "vocab": {token: token_id for token_id, token in enumerate(vocabulary.tokens)},
             "merges": _list(fields, "merges", str),
         },
+    )
+
+
+def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> _Rules:
+    """Characters are merged to the piece with the best score; what is no piece becomes byte tokens."""
+    prefixed = fields.flag("add_space_prefix", True)
+    prefix = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    unknown = fields.ids("unknown_token_id")
+    return _Rules(
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [*prefix, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}],
+        },
+        pre_tokenizer=None,
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        model={
+            "unk_token": _token(vocabulary, unknown[0]) if unknown else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "merges": _merges(vocabulary, _list(fields, "scores", float)),
+        },
+    )
+
+
+def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[list[str]]:
+    """The pairs that make each piece, the piece with the best score first."""
+    if len(scores) != len(vocabulary.tokens):
+        raise CheckpointError(
+            f"the GGUF file has {len(vocabulary.tokens)} tokens and {len(scores)} scores: download it again"
+        )
+    pieces = {
+        token: token_id
+        for token_id, token in enumerate(vocabulary.tokens)
+        if vocabulary.kinds[token_id] == _NORMAL
     }
+    merges: list[list[str]] = []
+    for piece in sorted(pieces, key=lambda piece: -scores[pieces[piece]]):
+        pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [pair for pair in pairs if pair[0] in pieces and pair[1] in pieces]
+        merges += [list(pair) for pair in sorted(known, key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))]
+    return merges
 
 
 def _frame(fields: Fields, vocabulary: _Vocabulary, words: _Words) -> dict[str, object] | None:

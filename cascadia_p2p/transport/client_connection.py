@@ -48,6 +48,8 @@ _EVENTS: Final = (
 
 def _dealer(network: Network) -> zmq.Socket[bytes]:
     made = network.socket(zmq.DEALER, linger_ms=0, max_part=MAX_REPLY_PART)
+    # With it, what the head said last before it hung up would be thrown away unread.
+    made.setsockopt(zmq.IMMEDIATE, 0)
     made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

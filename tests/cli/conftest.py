@@ -38,6 +38,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     for name in [name for name in os.environ if name.startswith("CASCADIA_")]:
         monkeypatch.delenv(name)
 
+    before = structlog.get_config()
+
     def command(*arguments: object) -> Outcome:
         capsys.readouterr()
         try:
@@ -49,7 +51,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Outcome(code, said.out, said.err)
 
     yield command
-    structlog.reset_defaults()
+    # A ring that stands for the module logs on.
+    structlog.configure(**before)
 
 
 @pytest.fixture

@@ -213,7 +213,10 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json"),
-        "demo": ("--nodes", "--prompt"),
+        "demo": ("--nodes", "--prompt", "--chat", "--sample"),
+        "pull": ("NAME",),
+        "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
+        "doctor": ("--json", "--peer"),
     }  # fmt: skip
     assert set(flags) == set(COMMANDS)
     for name, expected in flags.items():
@@ -261,8 +264,9 @@ def test_a_reader_that_has_gone_ends_the_command_quietly(process: Start, at: tup
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--nodes", "0"), "give 1 to 66"),
-        (("--nodes", "67"), "give 1 to 66"),
+        (("--nodes", "0"), "give 1 to 30"),
+        (("--nodes", "31"), "give 1 to 30"),
+        (("--sample", "--nodes", "67"), "give 1 to 66"),
         (("--max-tokens", "0"), "give 1 or more"),
     ],
 )

@@ -298,7 +298,7 @@ def test_clients_of_a_node_that_leaves_are_told(shards: Shards, tmp_path: Path) 
                 await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "all six wait")
                 await leaver.stop()
                 for error in await asyncio.gather(*waiting, return_exceptions=True):
-                    assert isinstance(error, RequestError), error
+                    assert isinstance(error, RequestError), (shard, error)
                     assert error.code is ErrorCode.RING_INCOMPLETE
                     assert f"{label(leaver)} left" in error.message or shard == 0
                 if leaver is tail:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import doctor, join, main
@@ -15,6 +18,16 @@ from cascadia_p2p.local import LocalRing, free_ports
 
 HERE = ("--bind", "127.0.0.1", "--fleet", "examined-here", "--threads", "1")
 NETWORK = ("--only", "network")
+
+
+@pytest.fixture(autouse=True)
+def restore_logs() -> Iterator[None]:
+    """The command sets logging up for its process, which here is everybody's."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    yield
+    structlog.reset_defaults()
+    root.handlers[:] = handlers
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -129,7 +129,7 @@ REFUSED = {
     "text for a number": ({"hidden_size": "big"}, "hidden_size = 'big': expected a whole number"),
     "layer types": (
         {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
-        r"layer_types = \['full_attention'\]: expected a list with one entry for each of the 16 layers",
+        "layer_types with 1 entries: expected one for each of the 16 layers",
     ),
 }
 

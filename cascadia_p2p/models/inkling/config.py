@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cascadia_p2p.errors import CheckpointError
+from cascadia_p2p.models.fields import LARGEST, MOST_LAYERS, Fields
 
 MODEL_TYPES = ("inkling_mm_model", "inkling_text")
 
@@ -14,8 +15,6 @@ AttentionKind = Literal["global", "sliding"]
 
 _SLIDING, _GLOBAL = "hybrid_sliding", "hybrid"
 _SPARSE, _DENSE = "sparse", "dense"
-_LARGEST = 2**31 - 1
-_MOST_LAYERS = 4096
 
 # The second name is what some checkpoints write instead of the first.
 _OTHER_NAMES = {
@@ -145,7 +144,7 @@ class InklingConfig:
         """
         text = _text_config(config)
         fields = _Fields(text)
-        layers = fields.integer("num_hidden_layers", 66, most=_MOST_LAYERS)
+        layers = fields.integer("num_hidden_layers", 66, most=MOST_LAYERS)
         shapes = _shapes(fields)
         vocab = fields.integer("vocab_size", 201024)
         dense_width, expert_width = _widths(fields)
@@ -213,70 +212,19 @@ class InklingConfig:
         return result
 
 
-class _Fields:
-    """The values of one config object, each checked as it is asked for."""
-
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._values = values
+class _Fields(Fields):
+    """The values of one config object, some of which have a second name."""
 
     def value(self, name: str) -> object:
         """The value under the name or under its other name; None when absent or null."""
-        value = self._values.get(name)
-        other_name = _OTHER_NAMES.get(name)
-        other = None if other_name is None else self._values.get(other_name)
+        value, other_name = super().value(name), _OTHER_NAMES.get(name)
+        other = None if other_name is None else super().value(other_name)
         if value is not None and other is not None and value != other:
             raise CheckpointError(
                 f"config.json has {name} = {value!r} and {other_name} = {other!r}: both name one value, "
                 "so keep one of them"
             )
         return other if value is None else value
-
-    def optional_integer(self, name: str, *, most: int = _LARGEST) -> int | None:
-        value = self.value(name)
-        if value is None:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise CheckpointError(f"config.json has {name} = {value!r}: expected a whole number, 1 to {most}")
-        return value
-
-    def integer(self, name: str, default: int, *, most: int = _LARGEST) -> int:
-        value = self.optional_integer(name, most=most)
-        return default if value is None else value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.value(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
-            raise CheckpointError(f"config.json has {name} = {value!r}: expected a number")
-        return float(value)
-
-    def positive(self, name: str, default: float) -> float:
-        value = self.number(name, default)
-        if value <= 0:
-            raise CheckpointError(f"config.json has {name} = {value!r}: expected a number above 0")
-        return value
-
-    def words(self, name: str, length: int, allowed: tuple[str, str]) -> list[str] | None:
-        """A list of one of two words for every layer, or None when the key is absent."""
-        value = self.value(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) != length:
-            has = f"{len(value)} entries" if isinstance(value, list) else repr(value)
-            raise CheckpointError(
-                f"config.json has {name} with {has}: expected one for each of the {length} layers"
-            )
-        words: list[str] = []
-        for layer, word in enumerate(value):
-            if not isinstance(word, str) or word not in allowed:
-                raise CheckpointError(
-                    f"config.json has {name}[{layer}] = {word!r}: expected '{allowed[0]}' or '{allowed[1]}'"
-                )
-            words.append(word)
-        return words
 
 
 def _text_config(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -384,7 +332,7 @@ def _id_list(name: str, value: object, file: str = "config.json") -> tuple[int, 
     ids = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     result: list[int] = []
     for number in ids:
-        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= _LARGEST:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= LARGEST:
             raise CheckpointError(
                 f"{file} has {name} = {value!r}: expected a whole number, 0 or above, or a list"
             )

@@ -1,0 +1,41 @@
+"""The real SmolLM2 on rings of one, three and ten nodes, asked by a client over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster.fleet import fleet
+from fixtures.smollm import load_prompts
+
+from cascadia_p2p.client import AsyncClient
+from cascadia_p2p.shards.export import export
+from cascadia_p2p.wire.client import GenerateReply
+
+NEW_TOKENS = 16
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("nodes", [1, 3, 10])
+def test_twenty_prompts_get_the_references_answers(nodes: int, smollm: Path, tmp_path: Path) -> None:
+    """All at once, so that frames hold rows of several of them."""
+    export(smollm, tmp_path / "model", shards=nodes)
+    prompts = load_prompts()
+
+    async def run() -> list[GenerateReply]:
+        async with fleet(tmp_path) as ring:
+            for shard in range(nodes):
+                await ring.start(tmp_path / "model", shard=shard, slots=8)
+            head = await ring.open(300.0)
+            async with AsyncClient(head.client, timeout_s=600.0) as client:
+                asked = [client.generate(prompt.text, max_tokens=NEW_TOKENS) for prompt in prompts]
+                return list(await asyncio.gather(*asked))
+
+    replies = asyncio.run(run())
+    # Half a gigabyte that pytest would keep.
+    shutil.rmtree(tmp_path / "model")
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert reply.token_ids == prompt.transformers[:NEW_TOKENS], prompt.text
+    assert all(word in replies[0].text for word in ("sky", "blue")), replies[0].text
