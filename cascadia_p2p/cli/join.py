@@ -11,7 +11,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import structlog
+
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.logs import configure_logs
 
 FLAGS = (
@@ -40,6 +43,8 @@ INTERRUPTED = 130
 SWITCH_S = 0.0003
 """How long the event loop may keep the data thread from a frame that has arrived, in seconds."""
 
+_log = structlog.get_logger()
+
 INTERRUPT = "it was asked to stop (Ctrl-C)"
 
 
@@ -54,8 +59,15 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     configure_logs(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_live(config, args.while_stdin_open))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_live(config, args.while_stdin_open))
+    except CascadiaError as error:
+        if config.log_format != "json":
+            raise
+        # Programs read these lines: the last one is an object as all others are.
+        _log.error("node_failed", message=str(error), exit_code=error.exit_code)
+        return error.exit_code
 
 
 async def _live(config: Config, while_stdin_open: bool) -> int:

@@ -59,6 +59,16 @@ def test_a_missing_file_is_named(joins: Run, copy: Path) -> None:
     assert "copy the shard's directory again" in said
 
 
+def test_with_json_logs_the_last_sentence_is_json_too(joins: Run, copy: Path) -> None:
+    (copy / "shard-01" / "layer-007.weights").unlink()
+    outcome = joins(copy, "--shard", 1, "--log-format", "json")
+    assert outcome.code == 1
+    lines = [json.loads(line) for line in outcome.err.splitlines()]
+    assert lines[-1]["event"] == "node_failed"
+    assert lines[-1]["exit_code"] == 1
+    assert "layer-007.weights is missing" in lines[-1]["message"]
+
+
 def test_a_truncated_file_is_named_with_both_sizes(joins: Run, copy: Path) -> None:
     cut = copy / "shard-00" / "embed.weights"
     size = cut.stat().st_size
