@@ -65,7 +65,7 @@ SMALL = {
 
 BF16_BYTES = 1_904_604_285_204
 NVFP4_BYTES = 591_854_374_368
-"""Tensors of the published checkpoints of the large model, https://huggingface.co/thinkingmachines."""
+"""Tensors of the published checkpoints of the large model."""
 
 
 def read(text: dict[str, object]) -> InklingConfig:
