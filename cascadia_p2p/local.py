@@ -24,6 +24,8 @@ from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Endpoint
 
 HOST: Final = "127.0.0.1"
+LOWEST_PORT: Final = 20000
+HIGHEST_PORT: Final = 32000
 END_S: Final = 10.0
 """Seconds that a node gets to end by itself."""
 
@@ -83,6 +85,7 @@ class LocalRing:
         self._flags = tuple(flags)
         self._events: queue.Queue[NodeEvent] = queue.Queue()
         self._seen: list[NodeEvent] = []
+        self._given: set[int] = set()
 
     def start_node(self, *flags: str, port: int | None = None) -> LocalNode:
         """Start one more node; it knows the first one's address beside mDNS.
@@ -91,7 +94,7 @@ class LocalRing:
             flags: for this node.
             port: its control port; a free one by default.
         """
-        port = free_ports() if port is None else port
+        port = self._free_ports() if port is None else port
         command = [sys.executable, "-m", "cascadia_p2p", "join", "--model", str(self._model)]
         command += ["--fleet", self.fleet, "--bind", HOST, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
@@ -109,14 +112,20 @@ class LocalRing:
         self.nodes.append(node)
         return node
 
-    def events(self, timeout_s: float) -> Iterator[NodeEvent]:
-        """Events as they come, for at most so many seconds; events already taken do not come again."""
+    def events(self, timeout_s: float, *, until_one_ends: bool = False) -> Iterator[NodeEvent]:
+        """Events as they come, for at most so many seconds; events already taken do not come again.
+
+        Args:
+            timeout_s: seconds.
+            until_one_ends: stop when any node has ended, not only when all have.
+        """
         deadline = time.monotonic() + timeout_s
+        enough = any if until_one_ends else all
         while (left := deadline - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=min(left, 0.25))
             except queue.Empty:
-                if self.nodes and all(node.process.poll() is not None for node in self.nodes):
+                if self.nodes and enough(node.process.poll() is not None for node in self.nodes):
                     return
                 continue
             self._seen.append(event)
@@ -134,12 +143,27 @@ class LocalRing:
         raise CascadiaError(f"no '{name}' from the local ring within {timeout_s:g} s\n{self.tail()}")
 
     def tail(self, lines: int = 4) -> str:
-        """The last log lines of every node."""
-        return "\n".join(
-            f"node {node.index} (exit {node.process.poll()}): {line}"
-            for node in self.nodes
-            for line in node.lines[-lines:]
-        )
+        """The last that every node said, those that have ended first."""
+        said = []
+        for node in sorted(self.nodes, key=lambda node: node.process.poll() is None):
+            code = node.process.poll()
+            state = "runs" if code is None else f"ended with exit code {code}"
+            for line in node.lines[-lines:]:
+                event = _event(node.index, line)
+                said.append(f"node {node.index} ({state}): {event.message or event.event}")
+        return "\n".join(said)
+
+    def ended(self) -> str | None:
+        """The last words of the first node that has ended by itself; None while all run."""
+        for node in self.nodes:
+            code = node.process.poll()
+            if code is not None:
+                if node.reader is not None:
+                    node.reader.join(1.0)
+                last = _event(node.index, node.lines[-1]) if node.lines else None
+                words = last.message or last.event if last is not None else "it said nothing"
+                return f"node {node.index} ended with exit code {code}: {words}"
+        return None
 
     def stop(self) -> None:
         """Ask all nodes to end, wait, and end by force those that do not."""
@@ -164,6 +188,15 @@ class LocalRing:
     ) -> None:
         self.stop()
 
+    def _free_ports(self) -> int:
+        """Ports that no other node of this ring was given either."""
+        for _ in range(100):
+            port = free_ports()
+            if port not in self._given:
+                self._given |= {port - 1, port, port + 1}
+                return port
+        raise CascadiaError("no free ports on 127.0.0.1: end some programs and try again")
+
     def _read(self, node: LocalNode) -> None:
         stream = node.process.stderr
         if stream is None:
@@ -187,14 +220,18 @@ def _event(node: int, line: str) -> NodeEvent:
 
 
 def free_ports() -> int:
-    """A port that is free together with the next one."""
-    for _ in range(100):
+    """A port that is free together with the next one.
+
+    It lies below those that systems give to outgoing connections: one of these could take it before the node
+    that it is for has started.
+    """
+    for _ in range(200):
+        port = LOWEST_PORT + secrets.randbelow(HIGHEST_PORT - LOWEST_PORT)
         with socket.socket() as first, socket.socket() as second:
-            first.bind((HOST, 0))
-            port = int(first.getsockname()[1])
             try:
+                first.bind((HOST, port))
                 second.bind((HOST, port + 1))
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             return port
     raise CascadiaError("no two neighbouring free ports on 127.0.0.1: end some programs and try again")

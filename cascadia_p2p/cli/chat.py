@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from cascadia_p2p.cli.generate import add_answer_flags, answer_options
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, read_messages
+from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, read_messages, tell_if_waiting
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
@@ -158,6 +158,7 @@ class Talk:
             CascadiaError: there is no answer; the question is forgotten.
             KeyboardInterrupt: it was stopped; what came of the answer is remembered.
         """
+        tell_if_waiting(self._client)
         if self._context is not None:
             # An answer needs room too.
             reserve = min(self._options.get("max_tokens", 128), self._context // 4)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -28,7 +30,7 @@ SAMPLE = "tiny66"
 PROMPT = "Explain to a child why the sky is blue."
 MAX_TOKENS = 160
 SAMPLE_TOKENS = 48
-START_S = 180.0
+START_S = 300.0
 TOLD = {"shard_loaded", "ring_forming", "ring_closed", "clients_served", "standby"}
 """Events of the nodes that the demo passes on."""
 
@@ -61,9 +63,22 @@ def run(args: argparse.Namespace) -> int:
     tokens = args.max_tokens
     if tokens is None:
         tokens = SAMPLE_TOKENS if args.sample else MAX_TOKENS
+    if not args.prompt.strip():
+        raise UsageError("--prompt is empty: give it some text")
     if tokens < 1:
         raise UsageError(f"--max-tokens {tokens}: give 1 or more")
     forgive_encodings()
+    # A polite kill must clean up too: what the model takes is half a gigabyte.
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        _show_ring(args, tokens)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def _show_ring(args: argparse.Namespace, tokens: int) -> None:
+    """The demo itself; whatever ends it leaves no process and no file."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="cascadia-demo-") as scratch:
         model = _get_model(Path(scratch), args.nodes, console, sample=args.sample)
@@ -77,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
                         _ask(client, args.prompt, tokens, console, sample=args.sample), args.nodes, console
                     )
             console.print("ending the nodes ...")
-    return 0
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _get_model(scratch: Path, nodes: int, console: Console, *, sample: bool) -> Path:
@@ -112,12 +130,12 @@ def _start(ring: LocalRing, nodes: int, console: Console, *, verbose: bool) -> s
     endpoint: str | None = None
     opened: set[int] = set()
     met = [0] * nodes
-    for event in ring.events(START_S):
+    for event in ring.events(START_S, until_one_ends=True):
         seconds = time.monotonic() - started
         if event.event == "peer_joined":
             met[event.node] += 1
             if min(met) == nodes - 1 and sum(met) == nodes * (nodes - 1):
-                console.print(f"{seconds:6.1f} s  every node has met the {nodes - 1} others")
+                console.print(f"{seconds:6.1f} s  every node has met all others")
         alarming = event.fields.get("level") in ("warning", "error") and event.event not in HIDDEN
         if verbose or alarming or event.event in TOLD:
             _show(event, seconds, console)
@@ -130,7 +148,12 @@ def _start(ring: LocalRing, nodes: int, console: Console, *, verbose: bool) -> s
         if endpoint is not None and len(opened) == nodes:
             console.print(f"{seconds:6.1f} s  the ring of {nodes} nodes is open")
             return endpoint
-    raise CascadiaError(f"the ring did not open within {START_S:.0f} s; the nodes said last:\n{ring.tail()}")
+    if (words := ring.ended()) is not None:
+        raise CascadiaError(f"the ring can not open: {words}. Run the demo again")
+    raise CascadiaError(
+        f"the ring did not open within {START_S:.0f} s: this machine may be too busy or too small for "
+        f"{nodes} nodes, try --nodes 3; the nodes said last:\n{ring.tail(1)}"
+    )
 
 
 def _show(event: NodeEvent, seconds: float, console: Console) -> None:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import cast
 
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings
+from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, tell_if_waiting
 from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
-from cascadia_p2p.errors import UsageError
+from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.logs import configure_logs
 
 
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         options["ignore_eos"] = True
     messages = _messages(args, prompt)
     with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
+        tell_if_waiting(client)
         if args.stream:
             _print_pieces(
                 client.stream(None if messages else prompt, messages=messages, **options), args.json
@@ -98,12 +99,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_pieces(answer: Stream, as_json: bool) -> None:
     printer = AnswerPrinter(sys.stdout)
-    with answer:
-        for piece in answer:
-            if as_json:
-                print(piece.model_dump_json(exclude_none=True), flush=True)
-            else:
-                printer.show(piece)
+    shown = False
+    try:
+        with answer:
+            for piece in answer:
+                shown = not as_json
+                if as_json:
+                    print(piece.model_dump_json(exclude_none=True), flush=True)
+                else:
+                    printer.show(piece)
+    except CascadiaError:
+        if shown:
+            printer.end()
+        raise
     if as_json:
         print(answer.reply.model_dump_json(exclude_none=True))
     else:

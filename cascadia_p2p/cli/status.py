@@ -101,7 +101,7 @@ def _nodes(body: dict[str, JsonValue]) -> Table:
     stages = {str(row["node"]): row for row in _rows(body, "stages")}
     table = Table(box=None, pad_edge=False)
     for title in ("stage", "shard", "state", "node", "control", "frames in", "out", "heard"):
-        table.add_column(title)
+        table.add_column(title, overflow="fold")
     nodes = _rows(body, "nodes")
     for node in sorted(
         nodes, key=lambda row: (_order(stages.get(str(row.get("node")))), str(row.get("node")))

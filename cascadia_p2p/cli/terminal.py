@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Final, TextIO
 
-from cascadia_p2p.client import StreamPiece
+from cascadia_p2p.client import Client, StreamPiece
 
 __all__ = ["AnswerPrinter", "forgive_encodings", "read_messages"]
 
@@ -70,6 +70,16 @@ def forgive_encodings() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def tell_if_waiting(client: Client) -> None:
+    """Say on standard error what the ring waits for, when an answer has to wait for it."""
+    status = client.status()
+    if status.get("state") != "open":
+        missing = status.get("waiting_for") or "its nodes to form it"
+        print(
+            f"the ring is not open yet: it waits for {missing}; the answer comes when it is", file=sys.stderr
+        )
 
 
 def read_messages(prompt: str) -> Iterator[str]:

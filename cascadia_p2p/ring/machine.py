@@ -109,7 +109,7 @@ class RingMachine:
         if self._left is not None:
             return self._after_leaving(event)
         self._dispatch(event)
-        if core.dirty or isinstance(event, Tick):
+        if self._left is None and (core.dirty or isinstance(event, Tick)):
             core.dirty = False
             self._settle()
             core.tell_state()

@@ -69,7 +69,9 @@ def _failure(event: zmq.Event) -> str | None:
 
 
 def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
-    return UnreachableError(f"no head node answers at {endpoint}: {reason}; check the address and 'status'")
+    return UnreachableError(
+        f"no head node answers at {endpoint}: {reason}; check the address and 'cascadia-p2p status'"
+    )
 
 
 def _lost(endpoint: Endpoint) -> UnreachableError:

@@ -140,6 +140,30 @@ def test_ctrl_c_in_generate_ends_with_130_and_the_head_stops_working_for_it(
         assert counts()["pending"] == 0
 
 
+def test_a_demo_that_loses_a_node_says_so_at_once(process: Start) -> None:
+    demo = process("demo", "--sample", "--nodes", 2)
+    lines(demo, "starting 2 nodes")
+    until(lambda: len(children(demo)) == 2, "two nodes are started")
+    children(demo)[1].kill()
+    _, err = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert "ended with exit code" in err
+    assert "Run the demo again" in err
+
+
+def test_a_politely_killed_demo_leaves_no_model_behind(process: Start) -> None:
+    demo = process("demo", "--sample", "--nodes", 1)
+    lines(demo, "starting 1 nodes")
+    until(lambda: len(children(demo)) == 1, "the node is started")
+    command = children(demo)[0].cmdline()
+    model = Path(command[command.index("--model") + 1])
+    assert model.is_dir()
+    demo.terminate()
+    demo.communicate(timeout=60)
+    assert demo.returncode == 143
+    assert not model.parent.exists()
+
+
 def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> None:
     demo = process("demo", "--sample", "--nodes", 3, "--max-tokens", 5)
     said = lines(demo, "asking")

@@ -125,6 +125,7 @@ def test_a_head_that_leaves_closes_its_ring_for_all() -> None:
         assert "pc1/00000000 leaves: Ctrl-C" in closing(node).reason
         assert node.core.state == "loaded"
     assert nodes[0].machine.handle(e.Tick(), world.now) == []
+    assert nodes[0].sentences("ring_forming").count("forms a ring") == 1, "a leaving head forms no new one"
 
 
 def test_a_node_that_left_answers_greetings_with_goodbye() -> None:
