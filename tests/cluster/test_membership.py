@@ -278,7 +278,7 @@ def test_a_gap_in_the_shards_is_named_everywhere(
             assert await asyncio.to_thread(main, ["generate", "hi", "--endpoint", str(head.client)]) == 1
             said = capsys.readouterr()
             assert said.out == ""
-            assert said.err.startswith("cascadia-p2p: the ring is incomplete: ")
+            assert "cascadia-p2p: the ring is incomplete: " in said.err
             assert "missing: shard 1" in said.err
             await ring.start(model, shard=1)
             await right(await ring.open())
