@@ -171,7 +171,7 @@ def test_node_behind_a_cut_cable_is_found_after_it_is_mended(hosts: Hosts) -> No
 
 @pytest.mark.xfail(
     strict=False,
-    reason="beside a node on 127.0.0.1 the one on the network sometimes hears no other host by mDNS; cause open",
+    reason="beside a node on 127.0.0.1 one on the network sometimes hears no other host by mDNS",
 )
 def test_node_on_the_loopback_address_hears_nothing_of_the_network(hosts: Hosts) -> None:
     alone = hosts.speaker(0, bind="127.0.0.1", port=7700, node="d" * 16)
