@@ -84,7 +84,6 @@ class LocalRing:
         self._state = state
         self._flags = tuple(flags)
         self._events: queue.Queue[NodeEvent] = queue.Queue()
-        self._seen: list[NodeEvent] = []
         self._given: set[int] = set()
 
     def start_node(self, *flags: str, port: int | None = None) -> LocalNode:
@@ -128,7 +127,6 @@ class LocalRing:
                 if self.nodes and enough(node.process.poll() is not None for node in self.nodes):
                     return
                 continue
-            self._seen.append(event)
             yield event
 
     def wait_for(self, name: str, timeout_s: float, *, node: int | None = None) -> NodeEvent:

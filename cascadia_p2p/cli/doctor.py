@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from cascadia_p2p import __version__
+from cascadia_p2p.cli.join import FLAGS as JOIN_FLAGS
 from cascadia_p2p.cli.join import loop_factory
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.doctor.examine import Group, examine
@@ -22,24 +23,7 @@ from cascadia_p2p.doctor.host import Host
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.shards.reader import VerifyProgress
 
-FLAGS = (
-    "model",
-    "shard",
-    "fleet",
-    "bind",
-    "port",
-    "client_port",
-    "peers",
-    "mdns",
-    "device",
-    "slots",
-    "context",
-    "rows",
-    "threads",
-    "state_dir",
-    "log_format",
-    "log_level",
-)
+FLAGS = tuple(name for name in JOIN_FLAGS if name not in ("precision", "queue"))
 """The flags of `join`, so that what is examined is what would be started."""
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
