@@ -8,10 +8,10 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.sizes import Part
 from cascadia_p2p.planning.machine import GIB, GpuMemory, gb, gib, is_as_sold
 from cascadia_p2p.planning.plan import Option, Plan, PlannedStage
-from cascadia_p2p.shards.encodings import Encoding
 from cascadia_p2p.shards.split import spell_split
 
 _WIDTH = 180

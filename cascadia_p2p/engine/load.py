@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from cascadia_p2p.engine.kernels import compiling
+from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend

@@ -14,6 +14,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.matrices.encoding import StoredMatrix
+
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
 
@@ -23,14 +25,14 @@ class GatedWeights:
     """`down @ (silu(gate @ x) * (up @ x))`, or a stack of such with one more axis in front.
 
     Args:
-        gate: float32 [inner, width].
-        up: float32 [inner, width].
-        down: float32 [width, inner].
+        gate: [inner, width].
+        up: [inner, width].
+        down: [width, inner].
     """
 
-    gate: F32
-    up: F32
-    down: F32
+    gate: StoredMatrix
+    up: StoredMatrix
+    down: StoredMatrix
 
 
 class Projections(Protocol):
@@ -64,16 +66,16 @@ class Experts(Protocol):
 class MatrixBackend(Protocol):
     """Makes callables from weights.
 
-    Weights are C-contiguous and may be views of mapped files; a backend that reads them after the call that
-    it got them in keeps them alive. Calls have 1 row up to the number that the backend was made for.
+    Weights come as they are stored and may be views of mapped files; a backend that reads them after the call
+    that it got them in keeps them alive. Calls have 1 row up to the number that the backend was made for.
     """
 
     @property
     def device(self) -> str:
         """Where the products are computed."""
 
-    def projections(self, weights: Sequence[F32], name: str) -> Projections:
-        """`x @ w.T` for each float32 [out, in] of `weights`, which share `in`."""
+    def projections(self, weights: Sequence[StoredMatrix], name: str) -> Projections:
+        """`x @ w.T` for each [out, in] of `weights`, which share `in`."""
 
     def gated_mlp(self, weights: GatedWeights, scale: float, name: str) -> RowMap:
         """A gated MLP, its result times `scale`."""

@@ -11,6 +11,7 @@ import numpy as np
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
 from cascadia_p2p.errors import ShardError
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.types import Promise
 
 PartLoaded: TypeAlias = Callable[[str, int, int], None]
@@ -39,6 +40,13 @@ class TensorSource(Protocol):
         """The float32 tensor of a canonical name, C-contiguous; possibly a view of a mapped file.
 
         Raises:
+            ShardError: there is no such tensor, or it is stored otherwise.
+        """
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """The matrix, or stack of matrices, of a canonical name as it is stored; possibly views of a file.
+
+        Raises:
             ShardError: there is no such tensor.
         """
 
@@ -56,6 +64,21 @@ def checked_tensor(source: TensorSource, name: str, *shape: int) -> F32:
             f"float32 {list(shape)}; export the model again"
         )
     return tensor
+
+
+def checked_matrix(source: TensorSource, name: str, *shape: int) -> StoredMatrix:
+    """A matrix of the shape that the model's config gives it.
+
+    Raises:
+        ShardError: there is none, or it has another shape.
+    """
+    matrix = source.matrix(name)
+    if matrix.shape != shape:
+        raise ShardError(
+            f"tensor {name} is {list(matrix.shape)}: the model's config asks for {list(shape)}; "
+            "export the model again"
+        )
+    return matrix
 
 
 class Layer(Protocol):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +26,7 @@ from openvino.utils.node_factory import NodeFactory
 
 from cascadia_p2p.engine.matrix import F32, Experts, GatedWeights, Projections, RowMap
 from cascadia_p2p.errors import CascadiaError, UsageError
+from cascadia_p2p.matrices.encoding import StoredMatrix
 
 __all__ = ["OpenVINOBackend", "available_devices", "layer_types"]
 
@@ -57,6 +59,19 @@ def layer_types(compiled: _Compiled) -> dict[str, int]:
     return counts
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The float32 arrays of `GatedWeights`."""
+
+    gate: F32
+    up: F32
+    down: F32
+
+    @classmethod
+    def of(cls, stored: GatedWeights) -> _Numbers:
+        return cls(stored.gate.codes, stored.up.codes, stored.down.codes)
+
+
 class OpenVINOBackend:
     """A `MatrixBackend` on one OpenVINO device.
 
@@ -78,13 +93,15 @@ class OpenVINOBackend:
     def device(self) -> str:
         return self._device
 
-    def projections(self, weights: Sequence[F32], name: str) -> Projections:
-        x = _parameter(weights[0].shape[1])
-        outputs = [_product(x, weight) for weight in weights]
-        runner = self._runner(ov.Model(outputs, [x], name), tuple(weights))
+    def projections(self, weights: Sequence[StoredMatrix], name: str) -> Projections:
+        numbers = tuple(weight.codes for weight in weights)
+        x = _parameter(weights[0].inputs)
+        outputs = [_product(x, weight) for weight in numbers]
+        runner = self._runner(ov.Model(outputs, [x], name), numbers)
         return lambda rows: runner((rows,))
 
-    def gated_mlp(self, weights: GatedWeights, scale: float, name: str) -> RowMap:
+    def gated_mlp(self, stored: GatedWeights, scale: float, name: str) -> RowMap:
+        weights = _Numbers.of(stored)
         x = _parameter(weights.gate.shape[1])
         result = _product(_gated(_product(x, weights.gate), _product(x, weights.up)), weights.down)
         if scale != 1.0:
@@ -92,7 +109,8 @@ class OpenVINOBackend:
         runner = self._runner(ov.Model([result], [x], name), (weights.gate, weights.up, weights.down))
         return lambda rows: runner((rows,))[0]
 
-    def experts(self, routed: GatedWeights, shared: GatedWeights, chosen: int, name: str) -> Experts:
+    def experts(self, stored: GatedWeights, stored_shared: GatedWeights, chosen: int, name: str) -> Experts:
+        routed, shared = _Numbers.of(stored), _Numbers.of(stored_shared)
         x = _parameter(routed.gate.shape[2])
         ids, weights = _parameter(chosen, np.int32), _parameter(chosen)
         gammas = _parameter(shared.gate.shape[0])
@@ -224,7 +242,7 @@ def _gated(gate: _Node, up: _Node) -> _Node:
     return ops.multiply(silu, up)
 
 
-def _tiled_experts(x: _Node, ids: _Node, weights: _Node, routed: GatedWeights) -> _Node:
+def _tiled_experts(x: _Node, ids: _Node, weights: _Node, routed: _Numbers) -> _Node:
     """Every expert on every row, weighted by a map with zeros but at the chosen: this form turns sparse."""
     experts, _, width = routed.gate.shape
     tiled = ops.tile(x, _integers(experts, 1))
@@ -239,7 +257,7 @@ def _tiled_experts(x: _Node, ids: _Node, weights: _Node, routed: GatedWeights) -
     return ops.reshape(ops.reduce_sum(weighted, _integers(0), False), _integers(-1, width), False)
 
 
-def _shared_experts(x: _Node, gammas: _Node, shared: GatedWeights) -> _Node:
+def _shared_experts(x: _Node, gammas: _Node, shared: _Numbers) -> _Node:
     """One MLP as wide as all shared experts together, but for its last products, whose weights lie apart."""
     count, inner, width = shared.gate.shape
     gate, up = (_product(x, w.reshape(count * inner, width)) for w in (shared.gate, shared.up))

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from pydantic import BaseModel, ConfigDict
 
 from cascadia_p2p.errors import UsageError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.layout import TensorRole
-
-
-class Encoding(StrEnum):
-    """The stored form of a matrix."""
-
-    F32 = "f32"
-
 
 _PLANNED = ("bf16", "int8", "int4")
 

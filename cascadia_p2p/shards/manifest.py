@@ -10,8 +10,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from cascadia_p2p.errors import CheckpointError, ShardError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.family import ModelConfig, read_exported
-from cascadia_p2p.shards.encodings import Encoding, Encodings
+from cascadia_p2p.shards.encodings import Encodings
 
 FORMAT = 1
 MOST_SOURCES = 4096

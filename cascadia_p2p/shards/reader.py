@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import ShardError, UsageError
+from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix, stored_bytes, stored_view
 from cascadia_p2p.models.family import ModelConfig
-from cascadia_p2p.shards.encodings import Encoding
 from cascadia_p2p.shards.files import file_sha256
 from cascadia_p2p.shards.manifest import (
     MANIFEST,
@@ -146,11 +145,24 @@ class ShardReader:
         The array may be written to; the file does not change.
 
         Raises:
+            ShardError: this shard has no such tensor, it is stored otherwise, or its file can not be mapped.
+        """
+        matrix = self.matrix(name)
+        if matrix.encoding is not Encoding.F32:
+            raise ShardError(f"tensor {name} in {self.path} is stored as {matrix.encoding}: expected f32")
+        return matrix.codes
+
+    def matrix(self, name: str) -> StoredMatrix:
+        """A tensor as it is stored, mapped from its file: nothing is read before it is used.
+
+        The arrays may be written to; the file does not change.
+
+        Raises:
             ShardError: this shard has no such tensor, or its file can not be mapped.
         """
         entry = self.entry(name)
         raw = self._map(self._place[name])[entry.offset : entry.offset + entry.nbytes]
-        return raw.view("<f4").reshape(entry.shape)
+        return stored_view(entry.encoding, entry.shape, raw)
 
     def verify(
         self, state_dir: Path | None = None, progress: Callable[[VerifyProgress], None] | None = None
@@ -242,7 +254,7 @@ class ShardReader:
         size = self.manifest.entry(self.index, file).size
         for name, entry in tensors.items():
             fits = entry.offset + entry.nbytes <= size
-            if not fits or (entry.encoding is Encoding.F32 and entry.nbytes != 4 * math.prod(entry.shape)):
+            if not fits or entry.nbytes != stored_bytes(entry.encoding, entry.shape):
                 raise ShardError(f"{self.path / TABLE} places {name} outside of {file}: {_AGAIN}")
 
     def _map(self, file: str) -> npt.NDArray[np.uint8]:

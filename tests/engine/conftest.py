@@ -7,9 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.kernels import (
     attention,
-    compiling,
     convolution,
     norms,
     residual,

@@ -13,6 +13,7 @@ from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
@@ -33,6 +34,9 @@ class SampleWeights:
 
     def tensor(self, name: str) -> F32:
         return self.tensors[name]
+
+    def matrix(self, name: str) -> StoredMatrix:
+        return StoredMatrix.of(self.tensors[name])
 
 
 @cache

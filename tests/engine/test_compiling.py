@@ -20,7 +20,8 @@ from pathlib import Path
 if len(sys.argv) > 1:
     import cascadia_p2p.engine.kernels as package
     package.__path__[:] = [sys.argv[1]]
-from cascadia_p2p.engine.kernels import compiling, norms
+from cascadia_p2p.compiled import compiling
+from cascadia_p2p.engine.kernels import norms
 import numba.core.event as event
 with event.install_recorder("numba:compile") as recorder:
     seen = []
@@ -105,7 +106,8 @@ def test_without_a_writable_cache_kernels_still_compile(home: Path) -> None:
 
 THREADS = """
 import threading
-from cascadia_p2p.engine.kernels import compiling, norms
+from cascadia_p2p.compiled import compiling
+from cascadia_p2p.engine.kernels import norms
 failures, start = [], threading.Barrier(4)
 def load():
     start.wait()

@@ -11,6 +11,7 @@ from fixtures.dense import MODELS, Dense, dense_tensors, load_dense
 from fixtures.reference import relative_error
 
 from cascadia_p2p.engine.memory import stage_memory
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.sizing import model_sizes
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import OperationKind
@@ -27,6 +28,9 @@ class DenseWeights:
 
     def tensor(self, name: str) -> F32:
         return self.tensors[name]
+
+    def matrix(self, name: str) -> StoredMatrix:
+        return StoredMatrix.of(self.tensors[name])
 
 
 @cache

@@ -14,6 +14,7 @@ from cascadia_p2p.engine import openvino_backend
 from cascadia_p2p.engine.matrix import GatedWeights
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend, available_devices, layer_types
 from cascadia_p2p.errors import CascadiaError, UsageError
+from cascadia_p2p.matrices.encoding import StoredMatrix
 
 F32 = npt.NDArray[np.float32]
 ROWS = 64
@@ -26,15 +27,16 @@ def draw(seed: int, *shape: int) -> F32:
 
 def gated(seed: int, width: int, inner: int, *stack: int) -> GatedWeights:
     return GatedWeights(
-        draw(seed, *stack, inner, width),
-        draw(seed + 1, *stack, inner, width),
-        draw(seed + 2, *stack, width, inner),
+        StoredMatrix.of(draw(seed, *stack, inner, width)),
+        StoredMatrix.of(draw(seed + 1, *stack, inner, width)),
+        StoredMatrix.of(draw(seed + 2, *stack, width, inner)),
     )
 
 
 def wide(weights: GatedWeights, x: F32, index: tuple[int, ...] = ()) -> npt.NDArray[np.float64]:
     """The gated MLP in float64."""
-    gate, up, down = (part[index].astype(np.float64) for part in (weights.gate, weights.up, weights.down))
+    parts = (weights.gate, weights.up, weights.down)
+    gate, up, down = (part.codes[index].astype(np.float64) for part in parts)
     z = x @ gate.T
     return (z / (1 + np.exp(-z)) * (x @ up.T)) @ down.T
 
@@ -64,7 +66,7 @@ THREADS = pytest.mark.parametrize("threads", [1, 2])
 )
 def test_projections(threads: int, inputs: int, outputs: tuple[int, ...]) -> None:
     weights = [draw(n, width, inputs) for n, width in enumerate(outputs)]
-    project = OpenVINOBackend("CPU", threads, ROWS).projections(weights, "p")
+    project = OpenVINOBackend("CPU", threads, ROWS).projections([*map(StoredMatrix.of, weights)], "p")
     x = draw(9, ROWS, inputs)
     got = same_bits(lambda rows: np.concatenate(project(x[rows]), axis=1))
     assert error(got, x.astype(np.float64) @ np.concatenate(weights).T) < 3e-6
@@ -146,7 +148,7 @@ def test_weights_outlive_their_owner() -> None:
     x = draw(9, ROWS, 512)
     weights = draw(1, 1024, 512)
     expected = x.astype(np.float64) @ weights.T
-    project = OpenVINOBackend("CPU", 1, ROWS).projections([weights], "p")
+    project = OpenVINOBackend("CPU", 1, ROWS).projections([StoredMatrix.of(weights)], "p")
     del weights
     gc.collect()
     filler = [np.full((1024, 512), np.nan, np.float32) for _ in range(8)]
@@ -156,7 +158,7 @@ def test_weights_outlive_their_owner() -> None:
 
 def test_results_hold_until_the_next_call_and_inputs_are_read_anew_each_time() -> None:
     weights = draw(1, 16, 64)
-    project = OpenVINOBackend("CPU", 1, ROWS).projections([weights], "p")
+    project = OpenVINOBackend("CPU", 1, ROWS).projections([StoredMatrix.of(weights)], "p")
     x = draw(2, 4, 64)
     first = project(x)[0].copy()
     x *= 2

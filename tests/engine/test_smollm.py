@@ -14,6 +14,7 @@ from fixtures.reference import relative_error
 from fixtures.smollm import SmolPrompt, kept_ids, load_prompts
 
 from cascadia_p2p.engine.load import load_stage
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.text.tokenizer import Tokenizer
@@ -45,6 +46,9 @@ class WholeModel:
 
     def tensor(self, name: str) -> F32:
         return next(reader for reader in self.readers if name in reader.names).tensor(name)
+
+    def matrix(self, name: str) -> StoredMatrix:
+        return StoredMatrix.of(self.tensor(name))
 
 
 class Exported:

@@ -9,7 +9,7 @@ import pytest
 from engine_world import Promise, Ring, Window, operations
 from fixtures.reference import load_case
 
-from cascadia_p2p.engine.kernels import compiling
+from cascadia_p2p.compiled import compiling
 from cascadia_p2p.wire.frames import OperationKind, SegmentError
 
 # More positions than any ring holds, so that rings wrap; log scaling makes positions matter on global layers.

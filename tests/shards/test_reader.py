@@ -156,7 +156,7 @@ def test_no_manifest_is_said_with_what_to_do(tmp_path: Path, exported: Path) -> 
         ("offset", 2**40, r"places layers\.3\.q outside of layer-003\.weights"),
         ("nbytes", 4, r"places layers\.3\.q outside of layer-003\.weights"),
         ("offset", 4, r"shard\.json is damaged: .*multiple of 64"),
-        ("encoding", "int4", r"shard\.json is damaged: .*Input should be 'f32'"),
+        ("encoding", "int5", r"shard\.json is damaged: .*Input should be 'f32'"),
     ],
 )
 def test_a_table_that_points_elsewhere_is_refused(

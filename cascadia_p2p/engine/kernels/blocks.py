@@ -16,9 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from cascadia_p2p.engine.kernels.compiling import part
-from cascadia_p2p.engine.kernels.rows import I32
-from cascadia_p2p.engine.kernels.simd import (
+from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
     Lanes,
@@ -35,6 +34,7 @@ from cascadia_p2p.engine.kernels.simd import (
     sub,
     total,
 )
+from cascadia_p2p.engine.kernels.rows import I32
 
 BLOCK: Final = 64
 """Positions in a block."""

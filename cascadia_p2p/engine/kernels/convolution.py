@@ -10,11 +10,8 @@ import math
 
 import numpy as np
 
-from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import kernel, part
-from cascadia_p2p.engine.kernels.norms import scale_row
-from cascadia_p2p.engine.kernels.rows import I32, RowTable
-from cascadia_p2p.engine.kernels.simd import (
+from cascadia_p2p.compiled.compiling import kernel, part
+from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
     Lanes,
@@ -26,6 +23,9 @@ from cascadia_p2p.engine.kernels.simd import (
     store_part,
     total,
 )
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.norms import scale_row
+from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
 
 @part

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
+from cascadia_p2p.compiled.compiling import kernel
+from cascadia_p2p.compiled.simd import F32, LANES, add, fma, load_part, splat, store_part, total
 from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import kernel
 from cascadia_p2p.engine.kernels.norms import scale_row
 from cascadia_p2p.engine.kernels.rows import I32
-from cascadia_p2p.engine.kernels.simd import F32, LANES, add, fma, load_part, splat, store_part, total
 
 
 @kernel(

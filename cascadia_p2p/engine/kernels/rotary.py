@@ -6,11 +6,8 @@ import math
 
 import numpy as np
 
-from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import kernel, part
-from cascadia_p2p.engine.kernels.norms import inverse_rms, scale_row
-from cascadia_p2p.engine.kernels.rows import I32
-from cascadia_p2p.engine.kernels.simd import (
+from cascadia_p2p.compiled.compiling import kernel, part
+from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
     Real,
@@ -21,6 +18,9 @@ from cascadia_p2p.engine.kernels.simd import (
     store_part,
     sub,
 )
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.norms import inverse_rms, scale_row
+from cascadia_p2p.engine.kernels.rows import I32
 
 
 @part

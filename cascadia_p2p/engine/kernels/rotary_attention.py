@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import prange
 
+from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.simd import F32, LANES, Real, div, load, splat, store_part
 from cascadia_p2p.engine.kernels.blocks import (
     BLOCK,
     attend_blocks,
@@ -17,10 +19,8 @@ from cascadia_p2p.engine.kernels.blocks import (
     stored_dim,
 )
 from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import part, twin_kernels
 from cascadia_p2p.engine.kernels.rotary import biased, turn
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
-from cascadia_p2p.engine.kernels.simd import F32, LANES, Real, div, load, splat, store_part
 
 
 @part

@@ -8,10 +8,8 @@ from typing import Final
 import numpy as np
 from numba import prange
 
-from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import part, twin_kernels
-from cascadia_p2p.engine.kernels.rows import I32
-from cascadia_p2p.engine.kernels.simd import (
+from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
     add,
@@ -24,6 +22,8 @@ from cascadia_p2p.engine.kernels.simd import (
     sub,
     total,
 )
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.rows import I32
 from cascadia_p2p.errors import CascadiaError
 
 _TILE: Final = 4

@@ -7,10 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.compiling import kernel
-from cascadia_p2p.engine.kernels.rows import I32
-from cascadia_p2p.engine.kernels.simd import (
+from cascadia_p2p.compiled.compiling import kernel
+from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
     add,
@@ -24,6 +22,8 @@ from cascadia_p2p.engine.kernels.simd import (
     sub,
     total,
 )
+from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.rows import I32
 
 _CHUNK = 16 * LANES
 

@@ -12,8 +12,16 @@ from cascadia_p2p.engine.kernels.norms import embed, normalise
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights, MatrixBackend, Projections
-from cascadia_p2p.engine.model import Layer, PartLoaded, StagePlan, TensorSource, checked_tensor
+from cascadia_p2p.engine.model import (
+    Layer,
+    PartLoaded,
+    StagePlan,
+    TensorSource,
+    checked_matrix,
+    checked_tensor,
+)
 from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.inkling.config import AttentionShape, InklingConfig
 from cascadia_p2p.models.inkling.layer import DenseMlp, InklingLayer, Mlp, SparseMlp, Workspace
 from cascadia_p2p.models.inkling.sizes import attention_sizes
@@ -56,7 +64,7 @@ class InklingStageModel:
                 progress(part, loaded, parts)
 
         if self.first:
-            self._embedding = build.weight("embed.weight", config.vocab, config.hidden)
+            self._embedding = checked_tensor(source, "embed.weight", config.vocab, config.hidden)
             self._embedding_norm = build.small("embed.norm", config.hidden)
             done("embedding")
         self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)
@@ -115,12 +123,12 @@ class _Builder:
         # Layers that cache the same number of positions have their blocks at the same places.
         self._tables: dict[int, I32] = {}
 
-    def weight(self, name: str, *shape: int) -> F32:
-        return checked_tensor(self.source, name, *shape)
+    def weight(self, name: str, *shape: int) -> StoredMatrix:
+        return checked_matrix(self.source, name, *shape)
 
     def small(self, name: str, *shape: int) -> F32:
         """A copy in memory, independent of the source."""
-        return np.array(self.weight(name, *shape), np.float32)
+        return np.array(checked_tensor(self.source, name, *shape), np.float32)
 
     def layer(self, number: int) -> InklingLayer:
         c, at = self.config, f"layers.{number}."

@@ -11,8 +11,16 @@ from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights, MatrixBackend
-from cascadia_p2p.engine.model import Layer, PartLoaded, StagePlan, TensorSource, checked_tensor
+from cascadia_p2p.engine.model import (
+    Layer,
+    PartLoaded,
+    StagePlan,
+    TensorSource,
+    checked_matrix,
+    checked_tensor,
+)
 from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.llama.config import LlamaConfig
 from cascadia_p2p.models.llama.layer import LlamaLayer, Workspace
 
@@ -63,7 +71,7 @@ class LlamaStageModel:
             done(f"layer {number}")
         if self.last:
             self._final_norm = build.small("final_norm", config.hidden)
-            weight = checked_tensor(source, "head.weight", config.vocab, config.hidden)
+            weight = checked_matrix(source, "head.weight", config.vocab, config.hidden)
             self._head = backend.projections([weight], "head")
             self._head_input = np.zeros((self.head_rows, config.hidden), np.float32)
             done("head")
@@ -137,8 +145,8 @@ class _Builder:
             self.workspace,
         )
 
-    def _weight(self, name: str, *shape: int) -> F32:
-        return checked_tensor(self.source, name, *shape)
+    def _weight(self, name: str, *shape: int) -> StoredMatrix:
+        return checked_matrix(self.source, name, *shape)
 
     def _attention(self, number: int, at: str) -> RotaryAttention:
         c, plan = self.config, self.plan

@@ -47,6 +47,9 @@ Progress = Callable[[str, int, int], None]
 """Called with what was done, how many are done, and how many there are."""
 
 _APP: Final = "cascadia-p2p"
+_PLACES: Final = ("compiled", "matrices", "engine/kernels")
+"""Every package that has kernels, or functions that become part of them."""
+
 _TBB_NAMES: Final = {"win32": "tbb12.dll", "darwin": "libtbb.12.dylib"}
 _log = structlog.get_logger()
 
@@ -55,8 +58,9 @@ _log = structlog.get_logger()
 def cache_directory() -> Path:
     """Where this version of the kernels keeps its machine code for this processor."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    root = Path(__file__).parents[1]
+    for path in sorted(path for place in _PLACES for path in (root / place).glob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     # What numba compiles for, which a user may have set to another processor than this one.
     name = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
     features = numba.config.CPU_FEATURES or codegen.get_host_cpu_features()
