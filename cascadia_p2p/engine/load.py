@@ -12,7 +12,7 @@ from typing import Final, Literal
 from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
-from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
+from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.models.sizing import model_sizes
