@@ -60,7 +60,11 @@ def one_encoding(*matrices: StoredMatrix) -> bool:
 def projections(weights: Sequence[StoredMatrix], half: bool) -> list[RowMajor]:
     """Matrices that share their inputs, which are filled up alike."""
     inputs = max(_filled(weight) for weight in weights)
-    return [with_scales_of(row_major(weight, weight.outputs, inputs), half) for weight in weights]
+    outputs = [_outputs(weight) for weight in weights]
+    return [
+        with_scales_of(row_major(weight, count, inputs), half)
+        for weight, count in zip(weights, outputs, strict=True)
+    ]
 
 
 def plain_mlp(weights: GatedWeights, form: Form) -> Gated:
@@ -69,7 +73,7 @@ def plain_mlp(weights: GatedWeights, form: Form) -> Gated:
     return form.of(
         row_major(weights.gate, inner, width),
         row_major(weights.up, inner, width),
-        row_major(weights.down, weights.down.outputs, inner),
+        row_major(weights.down, _outputs(weights.down), inner),
     )
 
 
@@ -140,9 +144,16 @@ def _widths(weights: GatedWeights, least_groups: int) -> tuple[int, int]:
 
 
 def _filled(matrix: StoredMatrix, least_groups: int = 1) -> int:
-    if matrix.encoding not in _GROUPED:
+    if element_of(matrix.encoding) is Element.F32:
         return matrix.inputs
+    if matrix.encoding not in _GROUPED:
+        return max(matrix.inputs, GROUP)
     return max(_up(matrix.inputs), least_groups * GROUP)
+
+
+def _outputs(matrix: StoredMatrix) -> int:
+    """Two at least, as inputs are 32 at least: plugins decompress what is smaller."""
+    return matrix.outputs if element_of(matrix.encoding) is Element.F32 else max(matrix.outputs, 2)
 
 
 def _up(width: int) -> int:

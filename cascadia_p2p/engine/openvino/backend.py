@@ -110,14 +110,14 @@ class OpenVINOBackend:
 
     def gated_mlp(self, weights: GatedWeights, scale: float, name: str, attenuation: int = 0) -> RowMap:
         if not self._rules.half:
-            plain = PlainMlp(self._mlp_runner(weights, scale, name, 0))
-            self._require_right_mlp(plain, weights, scale, name)
-            return plain
+            exact = PlainMlp(self._mlp_runner(weights, 0, name), scale)
+            self._require_right_mlp(exact, weights, scale, name)
+            return exact
         device: PlainMlp | SlicedMlp
         if self._rules.one_operation and arrange.one_encoding(weights.gate, weights.up, weights.down):
             device = self._sliced_mlp(weights, name, attenuation)
         else:
-            device = PlainMlp(self._mlp_runner(weights, 1.0, name, attenuation))
+            device = PlainMlp(self._mlp_runner(weights, attenuation, name))
         factor = scale * device.factor * 2.0**attenuation
 
         def guarded(fallback: Callable[[], RowMap] | None) -> GuardedRowMap:
@@ -174,15 +174,12 @@ class OpenVINOBackend:
         ports = [Port(weights[0].inputs)]
         return self._runner(build, ports, [weight.outputs for weight in weights], _expected(matrices), name)
 
-    def _mlp_runner(self, weights: GatedWeights, scale: float, name: str, attenuation: int) -> Runner:
+    def _mlp_runner(self, weights: GatedWeights, attenuation: int, name: str) -> Runner:
         stack = arrange.plain_mlp(weights, arrange.Form(self._rules.half, attenuation))
 
         def build(half_edges: bool) -> Graph:
             graph = Graph(name, half_edges)
-            result = graph.mlp(graph.rows(stack.gate.shape[1]), stack)
-            if scale != 1.0:
-                result = ops.multiply(result, ops.constant(np.float32(scale)))
-            graph.result(result)
+            graph.result(graph.mlp(graph.rows(stack.gate.shape[1]), stack))
             return graph
 
         ports = [Port(weights.gate.inputs)]
@@ -254,9 +251,9 @@ class OpenVINOBackend:
         if self._memory:
             weights = sum(source.nbytes for source in graph.sources)
             self._memory.require_growth(before, weights, name)
-        if expected.element is Element.F32:
-            # Read where they lie at every call; codes have been packed by now.
-            runner.keep(graph.sources)
+        # Float32 is read where it lies at every call. Packed codes of experts are given back.
+        plain = 2 if self._rules.rereads_plain else 0
+        runner.keep([s for s in graph.sources if s.dtype == np.float32 or s.ndim == plain])
         return runner
 
     def _compiled(

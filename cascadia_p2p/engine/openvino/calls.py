@@ -20,16 +20,22 @@ class PlainProjections:
 
 
 class PlainMlp:
-    """A dense layer as it is."""
+    """A dense layer as it is, its result times `scale`.
+
+    The factor stands outside of the model: inside, plugins fold it into weights and decompress them for it.
+    """
 
     factor = 1.0
-    """What the result is to be multiplied by."""
+    """What the result is still to be multiplied by."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, scale: float = 1.0) -> None:
+        self._runner, self._scale = runner, np.float32(scale)
 
     def __call__(self, x: F32) -> Rows:
-        return self._runner((x,))[0]
+        results = self._runner((x,))[0]
+        if self._scale != 1.0:
+            results *= self._scale
+        return results
 
 
 class PlainExperts:

@@ -66,6 +66,8 @@ class DeviceRules:
         half: products are computed in FP16, so that ranges are guarded.
         half_edges: rows cross into and out of a graph in FP16, where the plugin accepts that.
         one_operation: shared experts ride as two more ids, and dense layers as slices that every row passes.
+        rereads_plain: plain products may pack their weights anew for another number of rows, from where the
+            constants lie; the experts' sparse node packs once, while it is compiled.
         buckets: row counts that calls are filled up to, ascending; None calls with any number of rows.
         tolerance: largest RMS error against float64, as a part of the result's RMS.
         largest_constant: bytes that one allocation may have; None for no limit.
@@ -77,6 +79,7 @@ class DeviceRules:
     half: bool
     half_edges: bool
     one_operation: bool
+    rereads_plain: bool
     buckets: tuple[int, ...] | None
     tolerance: float
     largest_constant: int | None
@@ -121,6 +124,7 @@ def rules_of(device: str, threads: int, rows: int) -> DeviceRules:
             half=True,
             half_edges=True,
             one_operation=True,
+            rereads_plain=False,
             buckets=row_buckets(rows),
             tolerance=1e-2,
             largest_constant=_GPU_PIECE,
@@ -132,6 +136,7 @@ def rules_of(device: str, threads: int, rows: int) -> DeviceRules:
         half=False,
         half_edges=False,
         one_operation=False,
+        rereads_plain=True,
         buckets=None,
         tolerance=1e-4,
         largest_constant=None,

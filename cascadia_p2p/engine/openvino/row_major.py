@@ -142,8 +142,7 @@ def cut_inputs(matrix: RowMajor, count: int) -> RowMajor:
 
     scales = matrix.scales
     if scales is not None:
-        whole = np.broadcast_to(scales, (count, outputs, 1))
-        scales = turned(scales) if matrix.grouped else np.ascontiguousarray(whole)
+        scales = np.asarray(turned(scales) if matrix.grouped else np.tile(scales, (count, 1, 1)))
     return RowMajor(matrix.element, (count, outputs, inputs // count), turned(matrix.codes), scales)
 
 
