@@ -74,7 +74,7 @@ class OpenVINOBackend:
         rules: DeviceRules | None = None,
     ) -> None:
         self._rules = rules or rules_of(known_device(device), threads, rows)
-        self._rows = self._rules.filled(rows)
+        self._rows = self._rules.warmed(rows)[-1]
         self._fallback = fallback
         self._recomputed = Recomputed()
         self._memory = DeviceMemory.of(self._rules)

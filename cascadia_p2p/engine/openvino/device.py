@@ -212,7 +212,7 @@ def known_device(device: str) -> str:
     devices = available_devices()
     if not any(name in (listed, listed.partition(".")[0]) for listed in devices):
         raise UsageError(
-            f"--device {device}: OpenVINO finds no such device on this machine, only {', '.join(devices)}; "
+            f"--device {name}: OpenVINO finds no such device on this machine, only {', '.join(devices)}; "
             f"choose one of these, or let 'cascadia-p2p doctor --device {name}' say what it lacks"
         )
     return name
