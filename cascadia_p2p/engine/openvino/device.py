@@ -11,10 +11,8 @@ from typing import Any, Final
 
 import openvino as ov
 
+from cascadia_p2p.engine.openvino.environment import LEAST_OPENVINO
 from cascadia_p2p.errors import CascadiaError, UsageError
-
-LEAST_OPENVINO: Final = (2026, 3)
-"""Older ones want the routing of experts inside the GPU's graph."""
 
 LEAST_ROWS: Final = 2
 """A call of one row takes other kernels: on the CPU with other last bits, on the GPU with refused groups."""

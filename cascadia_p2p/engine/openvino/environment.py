@@ -1,9 +1,12 @@
-"""What OpenVINO's GPU plugin reads from the environment, set before OpenVINO is imported."""
+"""What has to hold before OpenVINO is used: its version, and the environment that its GPU plugin reads."""
 
 from __future__ import annotations
 
 import os
 from typing import Final
+
+LEAST_OPENVINO: Final = (2026, 3)
+"""Older ones want the routing of experts inside the GPU's graph."""
 
 PLUGIN_ENVIRONMENT: Final = {"OV_GPU_MOE_BATCHED_GEMV_THRESHOLD": "0"}
 """Its decode kernels for experts refuse groups of 32, and only when they are called: two rows and more then
