@@ -17,7 +17,7 @@ from stored_world import INTEGER, drawn_ids, experts, gated, mlp, stored
 
 from cascadia_p2p.engine.matrix import F32, GatedWeights
 from cascadia_p2p.engine.openvino import backend as backend_room
-from cascadia_p2p.engine.openvino.arrange import slices_of
+from cascadia_p2p.engine.openvino.arrange import Form, sliced_mlp, slices_of
 from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.openvino.device import (
     CPU_EXPERTS,
@@ -105,6 +105,17 @@ def test_gated_mlp(form: str, encoding: Encoding, width: int, inner: int) -> Non
     x = draw(9, ROWS, width)
     got = same_bits(lambda rows: call(x[rows]))
     assert error(got, 0.75 * mlp(weights, x)) < TOLERANCE[form]
+
+
+@pytest.mark.parametrize("encoding", INTEGER)
+def test_an_attenuation_that_fp16_scales_can_not_hold(encoding: Encoding) -> None:
+    """All scales of the layer become float32 then: a fused node wants them of one type."""
+    weights = gated(encoding, 1, 64, 128)
+    stack = sliced_mlp(weights, Form(half=True, attenuation=16))
+    assert [matrix.scales.dtype for matrix in stack.matrices if matrix.scales is not None] == [np.float32] * 3
+    x = draw(9, ROWS, 64)
+    call = backend("gpu").gated_mlp(weights, 1.0, "m", attenuation=16)
+    assert error(call(x), mlp(weights, x)) < TOLERANCE["gpu"]
 
 
 @pytest.mark.parametrize("form", FORMS)

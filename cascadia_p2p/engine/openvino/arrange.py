@@ -44,11 +44,11 @@ class Form:
 
     def of(self, gate: RowMajor, up: RowMajor, down: RowMajor) -> Gated:
         """The three of a gated MLP, with scales of one type."""
+        gate, up, down = (with_scales_of(matrix, self.half) for matrix in (gate, up, down))
         matrices = (gate, attenuated(up, self.attenuation), down)
-        kept = tuple(with_scales_of(matrix, self.half) for matrix in matrices)
-        if len({matrix.scales.dtype for matrix in kept if matrix.scales is not None}) > 1:
-            kept = tuple(with_scales_of(matrix, False) for matrix in kept)
-        return Gated(*kept)
+        if len({matrix.scales.dtype for matrix in matrices if matrix.scales is not None}) > 1:
+            return Gated(*(with_scales_of(matrix, False) for matrix in matrices))
+        return Gated(*matrices)
 
 
 def one_encoding(*matrices: StoredMatrix) -> bool:

@@ -84,6 +84,11 @@ class OpenVINOBackend:
         return self._rules.device
 
     @property
+    def memory_limit(self) -> int | None:
+        """Bytes that the device may take of this PC's memory, where it has a limit of its own."""
+        return None if self._memory is None else self._memory.limit
+
+    @property
     def recomputed(self) -> int:
         """Rows that left FP16's range in a layer and were computed again."""
         return self._recomputed.rows
@@ -298,9 +303,10 @@ class OpenVINOBackend:
         if not self._checked(routed.gate):
             return
         count, always = routed.gate.shape[0], shared.gate.shape[0]
-        # The last experts are where offsets would overflow.
         ids = np.linspace(0, count - 1, chosen).astype(np.int32)
-        weights = np.linspace(0.5, 1.0, chosen, dtype=np.float32)
+        # The first experts, and the last ones, where offsets would overflow: each costs a second of float64.
+        weights = np.zeros(chosen, np.float32)
+        weights[0], weights[-1] = 0.5, 1.0
         gammas = np.linspace(1.0, 0.5, always, dtype=np.float32)
 
         def run(x: F32) -> F32:

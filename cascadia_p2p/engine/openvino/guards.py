@@ -86,7 +86,7 @@ def routing_factors(weights: F32, shared: F32) -> F32:
 
 def input_factors(x: F32) -> F32:
     """What each row of a linear product is divided by: float32 [rows, 1], powers of two."""
-    return power_above(np.abs(x).max(axis=1, keepdims=True))
+    return power_above(np.maximum(x.max(axis=1, keepdims=True), -x.min(axis=1, keepdims=True)))
 
 
 def restore(results: Rows, factors: F32, out: F32) -> Mask:
@@ -101,13 +101,14 @@ def restore(results: Rows, factors: F32, out: F32) -> Mask:
         Whether each row left the range: it has a number that is not finite, or at FP16's end.
     """
     np.multiply(results, factors, out=out, dtype=np.float32)
+    limit = np.broadcast_to(factors, (len(out), 1))[:, 0] * np.float64(FP16_MOST)
     # Written so that what is not a number counts as outside.
-    return np.asarray(~(np.abs(results) < FP16_MOST).all(axis=1))
+    return np.asarray(~((out.max(axis=1) < limit) & (out.min(axis=1) > -limit)))
 
 
 def out_of_range(x: F32) -> Mask:
     """Whether each row has a number that FP16 can not hold."""
-    return np.asarray(~(np.abs(x) <= FP16_MOST).all(axis=1))
+    return np.asarray(~((x.max(axis=1) <= FP16_MOST) & (x.min(axis=1) >= -FP16_MOST)))
 
 
 class GuardedExperts:

@@ -65,7 +65,7 @@ def sample_experts(routed: GatedWeights, shared: GatedWeights, ids: I32, weights
         gammas: float32 [shared].
     """
     chosen = _sampled_outputs(routed.down)
-    terms = [(_one(routed, int(i)), float(w)) for i, w in zip(ids, weights, strict=True)]
+    terms = [(_one(routed, int(i)), float(w)) for i, w in zip(ids, weights, strict=True) if w]
     terms += [(_one(shared, i), float(w)) for i, w in enumerate(gammas)]
 
     def compute(rows: F32) -> tuple[F64, float]:
