@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import filelock
 import llvmlite.binding
@@ -155,16 +155,20 @@ def part(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", numba.njit(nogil=True, error_model="numpy")(function))
 
 
-def kernel(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+Signature: TypeAlias = str | tuple[object, ...]
+"""Argument types, in numba's notation or as its types."""
+
+
+def kernel(signature: Signature) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function a kernel: compiled, without the interpreter's lock, kept in the cache.
 
     Args:
-        signature: argument types in numba's notation; results go into array arguments.
+        signature: argument types; results go into array arguments.
     """
     return lambda function: _register(function, signature, parallel=False, twin_for=None)
 
 
-def twin_kernels(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def twin_kernels(signature: Signature) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function with `prange` loops a kernel in two forms, of which `set_threads` decides.
 
     With one thread the loops are plain ones and no thread pool is touched; only the form in use is compiled.
@@ -183,7 +187,7 @@ def twin_kernels(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _register(
-    function: Callable[P, R], signature: str, *, parallel: bool, twin_for: bool | None
+    function: Callable[P, R], signature: Signature, *, parallel: bool, twin_for: bool | None
 ) -> Callable[P, R]:
     types, _ = sigutils.normalize_signature(signature)
     dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
