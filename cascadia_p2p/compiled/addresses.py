@@ -72,6 +72,23 @@ def _pause(typing: object) -> object:
     return types.void(), generate
 
 
+def _call(typing: object, function: object, arguments: Any) -> object:
+    def generate(context: Any, builder: _Builder, sig: Any, values: Sequence[_Value]) -> _Value:
+        kinds = sig.args[1].types
+        given = cgutils.unpack_tuple(builder, values[1], len(kinds))
+        # What numba's own calls look like: places for a result and an error, then the arguments.
+        nothing = cgutils.alloca_once(builder, cgutils.voidptr_t)
+        error = cgutils.alloca_once(builder, cgutils.voidptr_t)
+        signature = ir.FunctionType(
+            ir.IntType(32), [nothing.type, error.type, *(value.type for value in given)]
+        )
+        target = builder.inttoptr(values[0], signature.as_pointer())
+        builder.call(target, [nothing, error, *given])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, arguments), generate
+
+
 pointer = cast("Callable[[int], Any]", intrinsic(_pointer))
 """`pointer(address)`: an untyped pointer, for `numba.carray`."""
 
@@ -86,6 +103,10 @@ cycles = cast("Callable[[], int]", intrinsic(_cycles))
 
 pause = cast("Callable[[], None]", intrinsic(_pause))
 """`pause()`: tell the core that its thread is only waiting; x86 only."""
+
+
+call = cast("Callable[[int, tuple[int, ...]], None]", intrinsic(_call))
+"""`call(address, arguments)`: run a kernel that takes int64 only, whose address `compiling.address` gave."""
 
 
 @part

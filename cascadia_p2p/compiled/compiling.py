@@ -31,6 +31,7 @@ from numba.core import caching, codegen, sigutils
 
 __all__ = [
     "Progress",
+    "address",
     "cache_directory",
     "kernel",
     "part",
@@ -195,6 +196,20 @@ def _register(
     dispatcher._cache = _MachineCode(function, name)
     _kernels.append(_Kernel(name, dispatcher, types, twin_for))
     return cast("Callable[P, R]", dispatcher)
+
+
+def address(function: Callable[..., object]) -> int:
+    """Where a kernel's machine code lies, for `addresses.call` in other kernels; compiles it if need be.
+
+    Kernels that call each other so are compiled apart: code that is large is made once, not in every caller.
+    """
+    item = next(item for item in _kernels if item.dispatcher is function)
+    if not item.ready:
+        with _one_thread:
+            if not item.ready:
+                item.compile()
+    result = item.dispatcher.overloads[tuple(item.signature)]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
 def warm_up(progress: Progress | None = None) -> None:

@@ -20,6 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cascadia_p2p.compiled.compiling import kernel
 from cascadia_p2p.engine.kernels.emitting import emit_loop, function_by_rows
 from cascadia_p2p.engine.kernels.instructions import Instructions, instructions
 from cascadia_p2p.matrices.encoding import Encoding
@@ -249,15 +250,43 @@ def _dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int, int, int
     return cast("Callable[[int, int, int, int, int, int, int, int], None]", intrinsic(dot))
 
 
-dot_int4 = _dot(Encoding.INT4)
-"""`dot_int4(rows, weights, codes, scales, offsets, out, blocks, ahead)`: one block row times a panel.
+_dot_int4 = _dot(Encoding.INT4)
+_dot_int8 = _dot(Encoding.INT8)
+_dot_int8_grouped = _dot(Encoding.INT8_GROUPED)
 
-Addresses of the block row, of the panel's three parts and of float32 out [rows][16]; the number of blocks, one
-or more; how many bytes further on weights are prefetched.
-"""
+_SIGNATURE: Final = "(int64, int64, int64, int64, int64, int64, int64, int64)"
 
-dot_int8 = _dot(Encoding.INT8)
-"""The same for 8-bit codes; the scale of an output is not in the result."""
 
-dot_int8_grouped = _dot(Encoding.INT8_GROUPED)
-"""The same for 8-bit codes with a scale a group."""
+@kernel(_SIGNATURE)
+def dot_int4(
+    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+) -> None:
+    """One block row times a panel.
+
+    Args:
+        rows: of the panel, at most `Instructions.most_rows`.
+        weights: address of the block row.
+        codes: address of the panel's int8 [groups][rows][32].
+        scales: address of its float32 [groups][rows].
+        offsets: address of its int32 [groups][rows], minus the sums of codes.
+        out: address of float32 [rows][16].
+        blocks: of inputs, one or more.
+        ahead: how many bytes further on weights are asked for.
+    """
+    _dot_int4(rows, weights, codes, scales, offsets, out, blocks, ahead)
+
+
+@kernel(_SIGNATURE)
+def dot_int8(
+    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+) -> None:
+    """As `dot_int4`, for 8-bit codes; the scale of an output is not in the result."""
+    _dot_int8(rows, weights, codes, scales, offsets, out, blocks, ahead)
+
+
+@kernel(_SIGNATURE)
+def dot_int8_grouped(
+    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+) -> None:
+    """As `dot_int4`, for 8-bit codes with a scale a group."""
+    _dot_int8_grouped(rows, weights, codes, scales, offsets, out, blocks, ahead)

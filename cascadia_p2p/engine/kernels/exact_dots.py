@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cascadia_p2p.compiled.addresses import F32, floats
-from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import LANES, fma, load_part, splat, total
 from cascadia_p2p.engine.kernels.emitting import emit_loop, function_by_rows
 from cascadia_p2p.matrices.encoding import Encoding
@@ -132,21 +132,39 @@ def _exact_dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int], N
     return cast("Callable[[int, int, int, int, int, int], None]", intrinsic(dot))
 
 
-exact_dot_int4 = _exact_dot(Encoding.INT4)
-"""`exact_dot_int4(rows, weights, x, out, blocks, stride)`: one block row times up to four float32 rows.
-
-Addresses of the block row, of the first row of x and of float32 out [rows][16]; the number of blocks; bytes from
-one row of x to the next, whose inputs go up to whole blocks.
-"""
-
-exact_dot_int8 = _exact_dot(Encoding.INT8)
-"""The same for 8-bit codes; the scale of an output is not in the result."""
-
-exact_dot_int8_grouped = _exact_dot(Encoding.INT8_GROUPED)
-"""The same for 8-bit codes with a scale a group."""
+_exact_dot_int4 = _exact_dot(Encoding.INT4)
+_exact_dot_int8 = _exact_dot(Encoding.INT8)
+_exact_dot_int8_grouped = _exact_dot(Encoding.INT8_GROUPED)
 
 
-@part
+@kernel("(int64, int64, int64, int64, int64, int64)")
+def exact_dot_int4(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
+    """One block row times up to four float32 rows.
+
+    Args:
+        rows: of x.
+        weights: address of the block row.
+        x: address of the first row, whose inputs go up to whole blocks.
+        out: address of float32 [rows][16].
+        blocks: of inputs, one or more.
+        stride: bytes from one row of x to the next.
+    """
+    _exact_dot_int4(rows, weights, x, out, blocks, stride)
+
+
+@kernel("(int64, int64, int64, int64, int64, int64)")
+def exact_dot_int8(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
+    """As `exact_dot_int4`, for 8-bit codes; the scale of an output is not in the result."""
+    _exact_dot_int8(rows, weights, x, out, blocks, stride)
+
+
+@kernel("(int64, int64, int64, int64, int64, int64)")
+def exact_dot_int8_grouped(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
+    """As `exact_dot_int4`, for 8-bit codes with a scale a group."""
+    _exact_dot_int8_grouped(rows, weights, x, out, blocks, stride)
+
+
+@kernel("(int64, int64, int64, int64, int64, int64, int64)")
 def exact_dot_f32(rows: int, weights: int, x: int, out: int, inputs: int, stride: int, outputs: int) -> None:
     """Up to sixteen rows of a float32 matrix times up to four rows of x; the rest of out comes as it was.
 

@@ -12,8 +12,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.compiled.addresses import floats
-from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.addresses import call, floats
+from cascadia_p2p.compiled.compiling import address, part
 from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int8, dot_int8_grouped
 from cascadia_p2p.engine.kernels.exact_dots import (
     MOST_ROWS,
@@ -31,12 +31,13 @@ EXACT: Final = 0
 """Planes of float32 activations."""
 
 _F32, _INT4, _INT8, _GROUPED = 0, 1, 2, 3
-_CODES: Final = {
-    Encoding.F32: _F32,
-    Encoding.INT4: _INT4,
-    Encoding.INT8: _INT8,
-    Encoding.INT8_GROUPED: _GROUPED,
+_KINDS: Final = {
+    Encoding.F32: (_F32, None, exact_dot_f32),
+    Encoding.INT4: (_INT4, dot_int4, exact_dot_int4),
+    Encoding.INT8: (_INT8, dot_int8, exact_dot_int8),
+    Encoding.INT8_GROUPED: (_GROUPED, dot_int8_grouped, exact_dot_int8_grouped),
 }
+"""A number for each encoding, and what multiplies its block rows by codes and by float32 numbers."""
 
 _chosen = instructions()
 _MOST: Final = 4 if _chosen is None else _chosen.most_rows
@@ -60,13 +61,16 @@ MATRIX: Final = np.dtype(
         ("high", np.int64),
         ("block_row", np.int64),
         ("target", np.int64),
+        ("dot", np.int64),
+        ("exact_dot", np.int64),
     ],
     align=True,
 )
 """A stored matrix, or a stack of such, as kernels see it.
 
 Addresses of codes and scales, the encoding's number, outputs, inputs, blocks of inputs, blocks of outputs, bytes
-of a block row, and the address that a product's float32 [rows][outputs] goes to.
+of a block row, the address that a product's float32 [rows][outputs] goes to, and those of the code for codes and
+for float32 activations.
 """
 
 ACTIVATIONS: Final = np.dtype(
@@ -88,7 +92,10 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     blocks = -(-matrix.inputs // INPUTS)
     record["codes"] = matrix.codes.ctypes.data
     record["scales"] = 0 if matrix.scales is None else matrix.scales.ctypes.data
-    record["encoding"] = _CODES[matrix.encoding]
+    number, dot, exact_dot = _KINDS[matrix.encoding]
+    record["encoding"] = number
+    record["dot"] = 0 if dot is None else address(dot)
+    record["exact_dot"] = address(exact_dot)
     record["outputs"], record["inputs"] = matrix.outputs, matrix.inputs
     record["blocks"], record["high"] = blocks, -(-matrix.outputs // OUTPUTS)
     record["block_row"] = OUTPUTS * 4 * matrix.inputs if block is None else blocks * block
@@ -171,12 +178,7 @@ def block_product(
         codes, scales, offsets = panels.codes + at, panels.scales + at // 8, panels.offsets + at // 8
         ahead = _AHEAD if fresh else 0
         wide = rows * planes
-        if m.encoding == _INT4:
-            dot_int4(wide, weights, codes, scales, offsets, out, m.blocks, ahead)
-        elif m.encoding == _INT8:
-            dot_int8(wide, weights, codes, scales, offsets, out, m.blocks, ahead)
-        else:
-            dot_int8_grouped(wide, weights, codes, scales, offsets, out, m.blocks, ahead)
+        call(m.dot, (wide, weights, codes, scales, offsets, out, m.blocks, ahead))
         if planes == 2:
             result = floats(out, 2 * rows * OUTPUTS)
             for r in range(rows):
@@ -203,13 +205,9 @@ def _block_of_numbers(m: Matrix, index: int, block: int, x: int, rows: int, stri
         start, target = x + at * stride, out + 64 * at
         if m.encoding == _F32:
             outputs = min(OUTPUTS, m.outputs - block * OUTPUTS)
-            exact_dot_f32(count, weights, start, target, m.inputs, stride, outputs)
-        elif m.encoding == _INT4:
-            exact_dot_int4(count, weights, start, target, m.blocks, stride)
-        elif m.encoding == _INT8:
-            exact_dot_int8(count, weights, start, target, m.blocks, stride)
+            call(m.exact_dot, (count, weights, start, target, m.inputs, stride, outputs))
         else:
-            exact_dot_int8_grouped(count, weights, start, target, m.blocks, stride)
+            call(m.exact_dot, (count, weights, start, target, m.blocks, stride))
 
 
 @part
