@@ -169,15 +169,19 @@ def kernel(signature: Signature) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return lambda function: _register(function, signature, parallel=False, twin_for=None)
 
 
-def twin_kernels(signature: Signature) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function with `prange` loops a kernel in two forms, of which `set_threads` decides.
 
     With one thread the loops are plain ones and no thread pool is touched; only the form in use is compiled.
+
+    Args:
+        signature: argument types.
+        form: goes into the kernels' names where one function is compiled for several signatures.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        serial = _register(function, signature, parallel=False, twin_for=False)
-        parallel = _register(function, signature, parallel=True, twin_for=True)
+        serial = _register(function, signature, parallel=False, twin_for=False, form=form)
+        parallel = _register(function, signature, parallel=True, twin_for=True, form=form)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             return serial(*args, **kwargs) if _threads == 1 else parallel(*args, **kwargs)
@@ -188,11 +192,11 @@ def twin_kernels(signature: Signature) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def _register(
-    function: Callable[P, R], signature: Signature, *, parallel: bool, twin_for: bool | None
+    function: Callable[P, R], signature: Signature, *, parallel: bool, twin_for: bool | None, form: str = ""
 ) -> Callable[P, R]:
     types, _ = sigutils.normalize_signature(signature)
     dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
-    name = f"{function.__name__}_parallel" if parallel else function.__name__
+    name = "_".join(word for word in (function.__name__, form, "parallel" if parallel else "") if word)
     dispatcher._cache = _MachineCode(function, name)
     _kernels.append(_Kernel(name, dispatcher, types, twin_for))
     return cast("Callable[P, R]", dispatcher)
