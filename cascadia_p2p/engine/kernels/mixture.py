@@ -27,7 +27,7 @@ from cascadia_p2p.engine.kernels.products import (
     panel_start,
     put_row,
 )
-from cascadia_p2p.engine.kernels.team import claim, done, wait
+from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, OUTPUTS
 
 MIXTURE: Final = np.dtype(
@@ -67,8 +67,7 @@ PICKS: Final = np.dtype(
 
 float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed members, float32 weights [rows][always];
 int64 order [picks]: which pick stands where, sorted by member; members [n][3]: number, first panel, last + 1;
-panels [n][2]: first place, rows; and counts [members + 4] for sorting, of which the last two come out as the
-numbers of members and of panels.
+panels [n][2]: first place, rows; and counts [members + 1] for sorting.
 """
 
 Mixture: TypeAlias = Any
@@ -78,17 +77,20 @@ Table: TypeAlias = npt.NDArray[np.void]
 MIXTURES_TYPE: Final = numba.from_dtype(MIXTURE)[::1]
 PICKS_TYPE: Final = numba.from_dtype(PICKS)[::1]
 
+PHASES: Final = 4
+"""Phases of `mix`."""
+
 _UNIT: Final = 2
 """Blocks of gate and of up that make one group of 32 inputs of down."""
 
 
 @part
-def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> None:
-    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size."""
+def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> tuple[int, int]:
+    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size; how many of each."""
     chosen, every = m.chosen, m.chosen + m.always
     total = m.routed + m.always
     ids = integers(picks.ids, rows * chosen)
-    counts = longs(picks.counts, total + 4)
+    counts = longs(picks.counts, total + 1)
     for e in range(total + 1):
         counts[e] = 0
     for row in range(rows):
@@ -124,7 +126,7 @@ def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> None:
             e = m.routed + k
             order[counts[e + 1]] = row * every + chosen + k
             counts[e + 1] += 1
-    counts[total + 2], counts[total + 3] = found, panel
+    return found, panel
 
 
 @part
@@ -157,12 +159,12 @@ def mix(
         scratch: address of float32 [4][8][16] of this thread.
     """
     if claim(counters, phase, 1) == 0:
-        _sort_picks(m, picks, rows, panel_limit(planes))
+        found, panels = _sort_picks(m, picks, rows, panel_limit(planes))
+        announce(counters, phase + 1, panels)
+        announce(counters, phase + 2, found)
         done(counters, phase)
     wait(counters, phase, 1)
-    total = m.routed + m.always
-    counts = longs(picks.counts, total + 4)
-    found, panels = counts[total + 2], counts[total + 3]
+    panels, found = announced(counters, phase + 1), announced(counters, phase + 2)
     _fill(counters, phase + 1, m, matrices[m.gate if m.routed > 0 else m.always_gate], picks, outer, panels, planes)
     _inward(counters, phase + 2, m, matrices, picks, outer, inner, found, planes, threads, scratch)
     _outward(counters, phase + 3, m, matrices, picks, inner, found, rows, planes, threads, scratch)

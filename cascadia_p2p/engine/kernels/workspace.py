@@ -131,6 +131,6 @@ def new_picks(workspace: Workspace, rows: int, chosen: int, members: int, always
     record["order"] = workspace.array(np.int64, picks).ctypes.data
     record["members"] = workspace.array(np.int64, members, 3).ctypes.data
     record["panels"] = workspace.array(np.int64, picks, 2).ctypes.data
-    record["counts"] = workspace.array(np.int64, members + 4).ctypes.data
+    record["counts"] = workspace.array(np.int64, members + 1).ctypes.data
     workspace.keep(record)
     return record
