@@ -133,6 +133,7 @@ class Worker:
                 self._config.precision,
                 self._config.threads,
                 lambda progress: self._loaded(shard, progress),
+                cache=self._config.cache,
             )
             tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
             chat = self._places.model.chat(shard, tokenizer) if tokenizer is not None else None

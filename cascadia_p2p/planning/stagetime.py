@@ -66,7 +66,7 @@ class Reading:
 
     def _keys_and_values(self, layer: LayerSizes, rows: int) -> int:
         seen = self.positions if layer.cache.window is None else min(self.positions, layer.cache.window)
-        return rows * seen * layer.cache.position_bytes
+        return rows * seen * self.footprint.position_bytes(layer.cache)
 
     def _matrices(self, matrices: Matrices, rows: int) -> float:
         return self.footprint.bytes_of(matrices) * matrices.share_read(rows)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning_world import INT4, demand, pcs, published, tiny_model
+from planning_world import demand, pcs, published, tiny_model
 
-from cascadia_p2p.engine.footprint import Backend
+from cascadia_p2p.engine.footprint import RULES, Backend
 from cascadia_p2p.engine.memory import RESERVE
 from cascadia_p2p.errors import UsageError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.planning.machine import (
     GIB,
     LEFT_TO_SYSTEM,
@@ -198,4 +199,4 @@ def test_a_layer_too_large_for_one_pc_fits_no_number() -> None:
 
 
 def test_forms_of_every_backend_are_known() -> None:
-    assert all(footprint.known for footprint in INT4.values())
+    assert all((backend, form) in RULES for backend in Backend for form in Encoding)
