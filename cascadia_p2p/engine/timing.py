@@ -34,6 +34,16 @@ class WorkTimes:
     frames: int = 0
     rows: int = 0
 
+    @property
+    def total(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.seconds.values())
+
+    def since(self, before: WorkTimes) -> WorkTimes:
+        """What came after earlier totals of the same stage."""
+        seconds = {part: each - before.seconds[part] for part, each in self.seconds.items()}
+        return WorkTimes(seconds, self.frames - before.frames, self.rows - before.rows)
+
     def copy(self) -> WorkTimes:
         """The totals as they are now."""
         return WorkTimes(dict(self.seconds), self.frames, self.rows)

@@ -100,9 +100,7 @@ def test_matrices_are_those_of_the_checkpoint() -> None:
     assert weights(Part.PROJECTIONS) == numbers(TensorRole.PROJECTIONS)
     assert weights(Part.HEAD) == numbers(TensorRole.HEAD)
     assert sizes.embedding.weights == numbers(TensorRole.EMBEDDING)
-    assert sum(layer.small for layer in sizes.layers) == numbers(TensorRole.SMALL, ".router") - sum(
-        config.experts for sparse in config.sparse if sparse
-    )
+    assert sum(layer.small for layer in sizes.layers) == numbers(TensorRole.SMALL, "layers.")
 
 
 def test_bytes_of_the_published_model_are_those_of_its_facts() -> None:
