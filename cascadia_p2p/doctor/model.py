@@ -67,7 +67,7 @@ def _check_shard(
     available: int,
 ) -> Iterator[Finding]:
     # The engine takes seconds to import.
-    from cascadia_p2p.engine.load import footprint_of, stage_need
+    from cascadia_p2p.engine.load import shard_footprint, stage_need
 
     try:
         reader = ShardReader(directory, shard)
@@ -85,7 +85,7 @@ def _check_shard(
         facts={"shard": shard, "bytes": reader.nbytes, "fingerprint": reader.manifest.fingerprint},
     )
     promise = Promise(config.slots, min(config.context, reader.config.context), config.rows)
-    footprint = footprint_of(reader, config.device, config.cache)
+    footprint = shard_footprint(reader, config.device, config.cache)
     yield from check_need(shard, partial(stage_need, reader, footprint=footprint), promise, available)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 from cascadia_p2p.matrices.encoding import Encoding, stored_bytes
 from cascadia_p2p.models.sizes import CacheSizes, Matrices, Part
@@ -90,6 +90,32 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
 
 _SMALL_BYTES: Final = 4
 
+EMBEDDING: Final = "embed.weight"
+"""The tensor of which a token reads one row, so that it need not stay in memory."""
+
+
+class StoredEntry(Protocol):
+    """What a shard's table says of a tensor."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """Its stored form."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its axes."""
+
+
+class StoredShard(Protocol):
+    """A shard's table."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tensors that are there."""
+
+    def entry(self, name: str) -> StoredEntry:
+        """What the table says of one."""
+
 
 def tensor_bytes(backend: Backend, encoding: Encoding, shape: Sequence[int], lean: bool = False) -> int:
     """What a stored tensor takes in the memory of a backend.
@@ -163,3 +189,42 @@ class Footprint:
 
 EXACT: Final = Footprint()
 """Float32 throughout, packed by OpenVINO."""
+
+
+_EXPERTS: Final = "experts"
+_WHOLE: Final = {EMBEDDING: "embedding", "head.weight": "head"}
+_PARTS: Final = {
+    **dict.fromkeys(("q", "k", "v", "r", "o"), "projections"),
+    **dict.fromkeys(("gate", "up", "down"), _EXPERTS),
+}
+"""What a matrix of a layer is for, by the last word of its name."""
+
+
+def footprint_of(shard: StoredShard, backend: Backend, cache: Encoding) -> Footprint:
+    """The forms in which most bytes of each part of a shard are stored; a part that it lacks is as experts.
+
+    Args:
+        shard: its table.
+        backend: who multiplies.
+        cache: form of keys and values.
+    """
+    counts: dict[str, dict[Encoding, int]] = {}
+    for name in shard.names:
+        entry = shard.entry(name)
+        part = {EMBEDDING: "embedding", "head.weight": "head"}.get(name) or _PARTS.get(
+            name.rpartition(".")[2]
+        )
+        if part is not None:
+            of_part = counts.setdefault(part, {})
+            size = stored_bytes(entry.encoding, entry.shape)
+            of_part[entry.encoding] = of_part.get(entry.encoding, 0) + size
+    forms = {part: max(found, key=found.__getitem__) for part, found in counts.items()}
+    experts = forms.get(_EXPERTS, Encoding.F32)
+    return Footprint(
+        backend,
+        experts,
+        forms.get("projections", experts),
+        forms.get("head", experts),
+        forms.get("embedding", Encoding.BF16),
+        cache=cache,
+    )

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cascadia_p2p.compiled import compiling
-from cascadia_p2p.engine.footprint import EXACT, Backend, Footprint
+from cascadia_p2p.engine.footprint import EXACT, Backend, Footprint, footprint_of
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.matrices.encoding import Encoding
-from cascadia_p2p.models.layout import TensorRole
 from cascadia_p2p.models.sizing import model_sizes
 from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.shards.reader import ShardReader
@@ -88,7 +87,7 @@ def load_stage(
         raise UsageError(f"--cache {cache} is not known here: choose {' or '.join(CACHES)}")
     reader = ShardReader(directory, index)
     build = stage_builder(reader.config)
-    footprint = footprint_of(reader, device, cache)
+    footprint = shard_footprint(reader, device, cache)
     need = partial(stage_need, reader, rewind=rewind, footprint=footprint)
     smaller = replace(footprint, cache=Encoding.BF16)
     require_memory(
@@ -110,17 +109,9 @@ def backend_of(device: str) -> Backend:
     return Backend.OPENVINO_CPU if device == "CPU" else Backend.OPENVINO_GPU
 
 
-def footprint_of(reader: ShardReader, device: str, cache: str = "f32") -> Footprint:
-    """How an exported model is kept on this device."""
-    forms = reader.manifest.encodings
-    return Footprint(
-        backend_of(device),
-        forms.experts,
-        forms.projections,
-        forms.head,
-        forms.of(TensorRole.EMBEDDING),
-        cache=Encoding(cache),
-    )
+def shard_footprint(reader: ShardReader, device: str, cache: str = "f32") -> Footprint:
+    """How a shard is kept on this device."""
+    return footprint_of(reader, backend_of(device), Encoding(cache))
 
 
 def stage_need(

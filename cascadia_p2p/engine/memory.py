@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final
 
 import psutil
 
-from cascadia_p2p.engine.footprint import EXACT, Backend, Footprint, tensor_bytes
+from cascadia_p2p.engine.footprint import EMBEDDING, EXACT, Backend, Footprint, StoredShard, tensor_bytes
 from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
-from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 from cascadia_p2p.types import Promise
 
@@ -24,32 +23,6 @@ _LEAST_ROWS: Final = 2
 _HALF: Final = "--cache bf16"
 _PRODUCT_OVERHEAD: Final = 2**20
 """What OpenVINO keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
-
-EMBEDDING: Final = "embed.weight"
-"""The tensor of which a token reads one row, so that it need not stay in memory."""
-
-
-class StoredEntry(Protocol):
-    """What a shard's table says of a tensor."""
-
-    @property
-    def encoding(self) -> Encoding:
-        """Its stored form."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its axes."""
-
-
-class StoredShard(Protocol):
-    """A shard's table."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The tensors that are there."""
-
-    def entry(self, name: str) -> StoredEntry:
-        """What the table says of one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.data_thread import DataThread
 from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.profiles import find_profile, layer_seconds, stage_time, subject_of
 from cascadia_p2p.node.seat import DataCounters, Seat
+from cascadia_p2p.planning.measured import MeasuredNode
 from cascadia_p2p.ring import events
 from cascadia_p2p.ring.actions import SwitchEpoch
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress
@@ -47,12 +49,19 @@ class LoadedShard:
         stage: the engine.
         tokenizer: with shard 0, when the model has one.
         chat: beside the tokenizer.
+        profile: what was measured of this shard on this machine earlier, if it was.
     """
 
     shard: int
     stage: Stage
     tokenizer: Tokenizer | None
     chat: Chat | None = None
+    profile: MeasuredNode | None = None
+
+    @property
+    def layer_s(self) -> float:
+        """Measured seconds that a layer takes for a large frame; 0 when not known."""
+        return 0.0 if self.profile is None else layer_seconds(self.profile, len(self.stage.model.layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,7 @@ class Worker:
         """Load a shard in place of any other; told by LoadProgress, then ShardLoaded or LoadFailed."""
         self._wanted = shard
         if self.loaded is not None and self.loaded.shard == shard:
-            self._emit(events.ShardLoaded(shard))
+            self._ready(self.loaded)
             return
         self.loaded = None
         self._loader.submit(self._load, shard)
@@ -155,7 +164,8 @@ class Worker:
             if chat is not None and chat.fault is not None:
                 _log.warning("chat_template", message=f"messages can not be taken: {chat.fault}")
             self._since = _Start(replace(self._data.counters), stage.times())
-            self.loaded = LoadedShard(shard, stage, tokenizer, chat)
+            loaded = LoadedShard(shard, stage, tokenizer, chat, self._profile(reader))
+            self.loaded = loaded
             # What was loaded lives as long as the process: a collection that walks it would stall frames.
             gc.collect()
             gc.freeze()
@@ -168,7 +178,20 @@ class Worker:
             failure = CascadiaError(f"shard {shard} can not be loaded: {type(error).__name__}: {error}")
             self._emit(events.LoadFailed(shard, failure))
         else:
-            self._emit(events.ShardLoaded(shard))
+            self._ready(loaded)
+
+    def _ready(self, loaded: LoadedShard) -> None:
+        """Tell that a shard can compute, and the scheduler how its time grows with rows."""
+        measured = None if loaded.profile is None else stage_time(loaded.profile)
+        if loaded.shard == 0 and measured is not None:
+            self._data.call(lambda: self._conductor.pace(measured))
+        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s))
+
+    def _profile(self, reader: ShardReader) -> MeasuredNode | None:
+        found = find_profile(self._config.state_root, subject_of(self._config, reader))
+        if found is not None:
+            _log.info("profile_found", message=f"shard {reader.index} was measured here before")
+        return found
 
     def _verified(self, shard: int, progress: VerifyProgress) -> None:
         self._report_load(shard, 0.3 * progress.done / max(1, progress.total))
