@@ -10,8 +10,9 @@ import numpy as np
 
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
+from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import ShardError
-from cascadia_p2p.matrices.encoding import StoredMatrix
+from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
 from cascadia_p2p.types import Promise
 
 PartLoaded: TypeAlias = Callable[[str, int, int], None]
@@ -26,11 +27,13 @@ class StagePlan:
         layers: numbers of its decoder layers.
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
+        cache: form of keys and values, float32 or bfloat16.
     """
 
     layers: range
     promise: Promise
     rewind: int
+    cache: Encoding = Encoding.F32
 
 
 class TensorSource(Protocol):
@@ -139,3 +142,6 @@ class StageModel(Protocol):
 
         Float32 [rows, hidden] to [rows, vocab], which holds until the next call.
         """
+
+    def times(self) -> WorkTimes:
+        """What the frames so far have cost, by part; may be asked from any thread."""

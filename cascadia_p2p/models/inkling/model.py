@@ -21,6 +21,7 @@ from cascadia_p2p.engine.model import (
     checked_tensor,
 )
 from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.inkling.config import AttentionShape, InklingConfig
 from cascadia_p2p.models.inkling.layer import DenseMlp, InklingLayer, Mlp, SparseMlp, Workspace
@@ -94,15 +95,24 @@ class InklingStageModel:
         embed(ids, self._embedding, self._embedding_norm, self._config.eps, x)
 
     def enter(self, rows: RowTable, x: F32) -> None:
+        clock = self._workspace.clock
+        clock.frame(len(x))
         views = self._workspace.cut(len(x))
         normalise(x, self._first_norm, self._config.eps, views.normed)
+        clock.lap(WorkPart.GLUE)
 
     def logits(self, x: F32) -> F32:
+        clock = self._workspace.clock
+        clock.start()
         normed = self._head_input[: len(x)]
         config = self._config
         normalise(np.ascontiguousarray(x), self._final_norm, config.eps, normed, config.mup_divisor)
         (logits,) = self._head(normed)
+        clock.lap(WorkPart.HEAD)
         return logits
+
+    def times(self) -> WorkTimes:
+        return self._workspace.clock.times()
 
 
 class _Builder:
@@ -182,7 +192,7 @@ class _Builder:
     def _dense(self, at: str) -> Mlp:
         weights = self._gated(at, (), self.config.dense_width)
         scale = float(self.small(f"{at}global_scale", 1)[0])
-        return DenseMlp(self.backend.gated_mlp(weights, scale, f"{at}mlp"))
+        return DenseMlp(self.backend.gated_mlp(weights, scale, f"{at}mlp"), self.workspace.clock)
 
     def _sparse(self, at: str) -> Mlp:
         c = self.config
@@ -198,7 +208,7 @@ class _Builder:
             c.experts_per_token,
             f"{at}experts",
         )
-        return SparseMlp(router, experts)
+        return SparseMlp(router, experts, self.workspace.clock)
 
     def _gated(self, at: str, stack: tuple[int, ...], inner: int) -> GatedWeights:
         hidden = self.config.hidden

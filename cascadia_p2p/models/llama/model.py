@@ -20,6 +20,7 @@ from cascadia_p2p.engine.model import (
     checked_tensor,
 )
 from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.llama.config import LlamaConfig
 from cascadia_p2p.models.llama.layer import LlamaLayer, Workspace
@@ -92,14 +93,23 @@ class LlamaStageModel:
         x[...] = self._embedding[ids]
 
     def enter(self, rows: RowTable, x: F32) -> None:
+        clock = self._workspace.clock
+        clock.frame(len(x))
         views = self._workspace.cut(rows)
         normalise(x, self._first_norm, self._config.eps, views.normed)
+        clock.lap(WorkPart.GLUE)
 
     def logits(self, x: F32) -> F32:
+        clock = self._workspace.clock
+        clock.start()
         normed = self._head_input[: len(x)]
         normalise(np.ascontiguousarray(x), self._final_norm, self._config.eps, normed)
         (logits,) = self._head(normed)
+        clock.lap(WorkPart.HEAD)
         return logits
+
+    def times(self) -> WorkTimes:
+        return self._workspace.clock.times()
 
 
 class _Builder:
