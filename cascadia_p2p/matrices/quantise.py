@@ -1,10 +1,10 @@
 """From float32 numbers to stored matrices: codes, scales and blocks, each scale chosen by its squared error.
 
-A scale for 32 inputs is searched for in two steps. A dozen candidates, each the group's largest number divided by
-something between 5 and 10, give codes; for given codes the best scale is known (least squares), and with it how
-much of the group's energy it leaves out. The winner's scale, rounded to FP16, then competes as it stands with the
-plain rules: the largest magnitude at 7, or at -8. The candidates hold 5, 6, 7 and 8 themselves, one of which hits
-any group that was quantised before.
+A scale for 32 inputs is searched for in two steps. A dozen candidates, each the group's largest number
+divided by something between 5 and 10, give codes; for given codes the best scale is known (least squares),
+and with it how much of the group's energy it accounts for. The winner's scale, rounded to FP16, then competes
+as it stands with the plain rules: the largest magnitude at 7, or at -8. The candidates hold 5, 6, 7 and 8
+themselves, one of which hits any group that was quantised before.
 
 A scale for an output is searched for among eight that clip more and more of the row.
 """

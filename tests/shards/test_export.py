@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.errors import CapacityError, CheckpointError, UsageError
 from cascadia_p2p.sample.checkpoint import Encoding, make_checkpoint, write_safetensors
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
 from cascadia_p2p.shards import export as export_module
-from cascadia_p2p.shards import placement
+from cascadia_p2p.shards import copying
 from cascadia_p2p.shards.encodings import Encodings, parse_encoding
-from cascadia_p2p.shards.export import Progress, export
+from cascadia_p2p.shards.export import Progress
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.shards.safetensors import Checkpoint
@@ -67,7 +68,7 @@ def test_the_size_of_a_piece_changes_nothing(
 ) -> None:
     recipe = replace(small, layers=3, experts=3, vocab=272, vocab_valid=272, extent=16)
     source = make_checkpoint(tmp_path / "in", recipe, spelling="A")
-    monkeypatch.setattr(placement, "PIECE_NUMBERS", piece * recipe.hidden // 2)
+    monkeypatch.setattr(copying, "PIECE_NUMBERS", piece * recipe.hidden // 2)
     export(source, tmp_path / "out", shards=1)
     found = all_tensors(tmp_path / "out")
     for name, values in expected_tensors(recipe, "F32").items():

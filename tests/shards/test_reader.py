@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.errors import ShardError, UsageError
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import reader as reader_module
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress, held_shards
 
