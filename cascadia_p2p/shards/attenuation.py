@@ -43,7 +43,9 @@ class RangeEstimate:
         """Take rows [rows, inputs] of a tensor into account."""
         group, _, part = plan.name.rpartition(".")
         if part == "mlp_norm":
-            self._norm = np.array(values[:, 0])
+            if row == 0:
+                self._norm = np.empty(plan.shape, np.float32)
+            self._norm[row : row + len(values)] = values[:, 0]
         elif part in ("gate", "up"):
             lengths = self._lengths.setdefault(
                 plan.name, np.zeros((math.prod(plan.shape[:-2]), plan.shape[-2]))

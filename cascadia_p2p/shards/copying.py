@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -93,34 +93,41 @@ def _copy_parts(source: Source, name: str, parts: Sequence[_Part], writer: _Writ
     """Copy parts whose rows take turns in the source, or one part alone."""
     first = parts[0]
     low, step, length, inputs = min(part.start for part in parts), first.step, first.length, first.inputs
-    whole = first.rows * step == length
     unit = math.lcm(*(part.unit for part in parts))
-    for stacks, rows in _pieces(first.stacks, first.rows, inputs * step, unit, whole):
+    for stacks, rows in _pieces(first.stacks, first.rows, inputs * step, unit, first.rows * step == length):
         begin = low + rows.start * step
         count = min(len(rows) * step, length - begin)
-        place = (stacks.start * length + begin) * inputs
-        if first.lossless:
-            groups = source.read_groups(name, place, len(stacks) * count * inputs)
-            for at, stack in enumerate(stacks):
-                lines = slice(at * count, (at + 1) * count)
-                codes = groups.codes.reshape(-1, inputs)[lines]
-                numbers = [groups.scales, groups.scales if groups.offsets is None else groups.offsets]
-                scales, offsets = (each.reshape(-1, inputs // GROUP)[lines] for each in numbers)
-                for part in parts:
-                    picked = [_picked(part, low, len(rows), each) for each in (scales, offsets)]
-                    kept = pack(
-                        part.entry.encoding,
-                        (len(rows), inputs),
-                        _picked(part, low, len(rows), codes),
-                        picked[0],
-                        None if groups.offsets is None else picked[1],
-                    )
-                    writer.write_kept(part, stack, rows.start, kept)
-            continue
-        values = source.read(name, place, len(stacks) * count * inputs).reshape(len(stacks), count, inputs)
+        place, numbers = (stacks.start * length + begin) * inputs, len(stacks) * count * inputs
+        lines = _Groups(source, name, place, numbers, inputs) if first.lossless else None
+        values = None if lines else source.read(name, place, numbers).reshape(-1, inputs)
         for part in parts:
+            written = 0
             for at, stack in enumerate(stacks):
-                writer.write(part, stack, rows.start, _picked(part, low, len(rows), values[at]))
+                chosen = slice(at * count + part.start - low, (at + 1) * count, step)
+                if values is not None:
+                    piece = _in_order(part, values[chosen][: len(rows)])
+                    written += writer.write(part, stack, rows.start, piece)
+                elif lines is not None:
+                    kept = lines.matrix(part, chosen, len(rows))
+                    written += writer.write_kept(part, stack, rows.start, kept)
+            writer.progress(written)
+
+
+class _Groups:
+    """Lines of a source in one of the `LOSSLESS` forms."""
+
+    def __init__(self, source: Source, name: str, start: int, count: int, inputs: int) -> None:
+        groups = source.read_groups(name, start, count)
+        self._codes = groups.codes.reshape(-1, inputs)
+        self._scales = groups.scales.reshape(-1, inputs // GROUP)
+        self._offsets = None if groups.offsets is None else groups.offsets.reshape(-1, inputs // GROUP)
+
+    def matrix(self, part: _Part, lines: slice, rows: int) -> StoredMatrix:
+        """So many rows of a part, from these lines."""
+        codes = _in_order(part, self._codes[lines][:rows])
+        scales = _in_order(part, self._scales[lines][:rows])
+        offsets = None if self._offsets is None else _in_order(part, self._offsets[lines][:rows])
+        return pack(part.entry.encoding, codes.shape, codes, scales, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +139,24 @@ class _Writer:
     progress: Callable[[int], None]
     watch: Watch | None
 
-    def write(self, part: _Part, stack: int, row: int, values: F32) -> None:
-        """Encode rows [rows, inputs] of a stack, and write them."""
+    def write(self, part: _Part, stack: int, row: int, values: F32) -> int:
+        """Encode rows [rows, inputs] of a stack, and write them; how many bytes."""
         encoding = part.entry.encoding
         if encoding is not Encoding.F32:
             self._check(part, stack, row, values)
         if self.watch is not None:
             self.watch(part.plan, stack, row, values)
-        self._put(part, stack, row, encode(encoding, values))
+        return self._put(part, stack, row, encode(encoding, values))
 
-    def write_kept(self, part: _Part, stack: int, row: int, matrix: StoredMatrix) -> None:
-        """Write rows that are encoded already."""
+    def write_kept(self, part: _Part, stack: int, row: int, matrix: StoredMatrix) -> int:
+        """Write rows that are encoded already; how many bytes."""
         values = dense(matrix)
         self._check(part, stack, row, values)
         if self.watch is not None:
             self.watch(part.plan, stack, row, values)
-        self._put(part, stack, row, matrix)
+        return self._put(part, stack, row, matrix)
 
-    def _put(self, part: _Part, stack: int, row: int, matrix: StoredMatrix) -> None:
+    def _put(self, part: _Part, stack: int, row: int, matrix: StoredMatrix) -> int:
         entry = part.entry
         block = matrix.encoding.block_bytes
         if block is None:
@@ -162,7 +169,7 @@ class _Writer:
             if matrix.scales is not None:
                 scales = entry.offset + part.stacks * high * wide * block
                 self.file.write(scales + before * OUTPUTS * matrix.scales.itemsize, matrix.scales)
-        self.progress(matrix.nbytes)
+        return matrix.nbytes
 
     def _check(self, part: _Part, stack: int, row: int, values: F32) -> None:
         """See that these can be weights."""
@@ -180,14 +187,12 @@ class _Writer:
         )
 
 
-def _picked(part: _Part, low: int, count: int, lines: npt.NDArray[_Any]) -> npt.NDArray[_Any]:
-    """A part's rows among lines of the source, `count` of them, each head's in our order."""
-    chosen = lines[part.start - low :: part.step][:count]
-    size = part.plan.paired
-    if not size:
-        return chosen
-    heads: npt.NDArray[Any] = chosen.reshape(-1, size // 2, 2, chosen.shape[-1]).swapaxes(1, 2)
-    return heads.reshape(chosen.shape)
+def _in_order(part: _Part, lines: npt.NDArray[_Any]) -> npt.NDArray[_Any]:
+    """A part's rows with those of each head in our order."""
+    if not (size := part.plan.paired):
+        return lines
+    heads: npt.NDArray[_Any] = lines.reshape(-1, size // 2, 2, lines.shape[-1]).swapaxes(1, 2)
+    return heads.reshape(lines.shape)
 
 
 def _pieces(stacks: int, rows: int, inputs: int, unit: int, whole: bool) -> Iterator[tuple[range, range]]:
