@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.compiling import part, twin_kernels, warm_up
 from cascadia_p2p.compiled.simd import (
     LANES,
     Lanes,
@@ -280,6 +280,11 @@ def _encode_outputs(x: F32, high: int, clipped: F32, out: U16, scales: F32) -> N
 def _by_output(x: F32, clipped: F32, out: U16, scales: F32) -> None:
     for high in prange(out.shape[0]):
         _encode_outputs(x, high, clipped, out[high], scales[high])
+
+
+def prepare() -> None:
+    """Compile what `encode` needs, or load it from the cache; to be called once before."""
+    warm_up()
 
 
 def encode(encoding: Encoding, values: F32) -> StoredMatrix:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from cascadia_p2p.compiled.compiling import warm_up
 from cascadia_p2p.errors import CapacityError, CascadiaError, CheckpointError, UsageError
+from cascadia_p2p.matrices.quantise import prepare
 from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.models.layout import TensorPlan, names_in_words
 from cascadia_p2p.shards.attenuation import RangeEstimate, check_layers
@@ -224,7 +224,7 @@ class _Task:
             raise UsageError(f"{out} is a file: give a directory to write the shards to")
         self._earlier(out)
         if any(item.entry.encoding.block_bytes for work in self.work for item in work.placed):
-            warm_up()
+            prepare()
         work = out / _WORK
         work.mkdir(parents=True, exist_ok=True)
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cascadia_p2p.engine.kernels.norms import normalise
+from cascadia_p2p.engine.kernels.norms import look_up, normalise
 from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
 from cascadia_p2p.engine.kernels.rows import RowTable
@@ -16,6 +16,7 @@ from cascadia_p2p.engine.model import (
     PartLoaded,
     StagePlan,
     TensorSource,
+    checked_embedding,
     checked_matrix,
     checked_tensor,
 )
@@ -62,7 +63,7 @@ class LlamaStageModel:
                 progress(part, loaded, parts)
 
         if self.first:
-            self._embedding = checked_tensor(source, "embed.weight", config.vocab, config.hidden)
+            self._embedding = checked_embedding(source, config.vocab, config.hidden)
             done("embedding")
         self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)
         self._layers: list[Layer] = []
@@ -89,7 +90,7 @@ class LlamaStageModel:
         return self._layers
 
     def embed(self, ids: I32, x: F32) -> None:
-        x[...] = self._embedding[ids]
+        look_up(ids, self._embedding, x)
 
     def enter(self, rows: RowTable, x: F32) -> None:
         views = self._workspace.cut(rows)
