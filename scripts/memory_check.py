@@ -3,8 +3,8 @@
 python scripts/memory_check.py --json check.json
 
 Each stage is loaded in a process of its own, which fills all promised slots and then reads its memory map:
-anonymous pages, pages of the mapped weight files, pages of everything else. Files that a backend packed a copy
-of are not counted: the system can drop their pages. The check fails when a stage takes 15 % more or less
+anonymous pages, pages of the mapped weight files, pages of everything else. Files that a backend packed a
+copy of are not counted: the system can drop their pages. The check fails when a stage takes 15 % more or less
 than predicted, or when weights that should only be mapped have a second copy.
 """
 
