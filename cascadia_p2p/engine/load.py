@@ -11,6 +11,9 @@ from typing import Final, Literal
 
 from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.footprint import EXACT, Backend, Footprint, footprint_of
+from cascadia_p2p.engine.kernel_backend import KernelBackend
+from cascadia_p2p.engine.kernels.instructions import instructions
+from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
@@ -97,16 +100,29 @@ def load_stage(
         None if smaller == footprint else partial(need, footprint=smaller),
     )
     threads = compiling.set_threads(threads or os.cpu_count() or 1)
-    backend = OpenVINOBackend(device, threads, promise.rows)
     compiling.warm_up(_told("kernels", progress))
+    backend = new_backend(device, precision, promise.rows, threads)
     plan = StagePlan(reader.layers, promise, rewind, Encoding(cache))
     model = build(plan, reader, backend, _told("weights", progress))
     return Stage(model, promise, rewind, reader.index)
 
 
+def new_backend(device: str, precision: str, rows: int, threads: int) -> MatrixBackend:
+    """Who multiplies on this device: on the CPU our kernels wherever the processor can run them.
+
+    Raises:
+        UsageError: OpenVINO does not list the device.
+    """
+    if backend_of(device) is Backend.KERNELS:
+        return KernelBackend(precision, rows, threads)
+    return OpenVINOBackend(device, threads, rows)
+
+
 def backend_of(device: str) -> Backend:
     """Who multiplies on this device, for counting bytes."""
-    return Backend.OPENVINO_CPU if device == "CPU" else Backend.OPENVINO_GPU
+    if device.strip().upper() != "CPU":
+        return Backend.OPENVINO_GPU
+    return Backend.OPENVINO_CPU if instructions() is None else Backend.KERNELS
 
 
 def shard_footprint(reader: ShardReader, device: str, cache: str = "f32") -> Footprint:

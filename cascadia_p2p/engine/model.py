@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
 from cascadia_p2p.engine.timing import WorkTimes
@@ -34,6 +35,11 @@ class StagePlan:
     promise: Promise
     rewind: int
     cache: Encoding = Encoding.F32
+
+    @property
+    def storage(self) -> Storage:
+        """The same, as the kernels of attention call it."""
+        return "bf16" if self.cache is Encoding.BF16 else "f32"
 
 
 class TensorSource(Protocol):

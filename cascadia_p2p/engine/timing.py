@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+I64: TypeAlias = npt.NDArray[np.int64]
 
 
 class WorkPart(StrEnum):
@@ -75,6 +82,13 @@ class WorkClock:
         now = time.perf_counter_ns()
         self._nanoseconds[part] += now - self._mark
         self._mark = now
+
+    def share(self, nanoseconds: int, parts: Sequence[WorkPart], ticks: I64) -> None:
+        """Divide a time among parts, in proportion to ticks of each."""
+        total = int(ticks.sum())
+        for part, count in zip(parts, ticks.tolist(), strict=True):
+            self._nanoseconds[part] += nanoseconds * count // max(total, 1)
+        self._mark = time.perf_counter_ns()
 
     def times(self) -> WorkTimes:
         """The totals so far."""

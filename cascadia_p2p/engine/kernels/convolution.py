@@ -24,6 +24,7 @@ from cascadia_p2p.compiled.simd import (
     total,
 )
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import SUM, Record
 from cascadia_p2p.engine.kernels.norms import scale_row
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -174,6 +175,16 @@ class ResidualConvolution:
         self._layer = layer
         if norm is not None:
             expect("norm", norm, (channels,))
+
+    def record(self) -> Record:
+        """`SUM` [1] without the address of the update; good for as long as this lives."""
+        record = np.zeros(1, SUM)
+        record["taps"], record["history"] = self._taps.ctypes.data, self._history.ctypes.data
+        record["tap_count"] = len(self._taps)
+        record["slots"], record["depth"], _ = self._history.shape
+        record["norm"] = self._norm.ctypes.data if self._norm.size else 0
+        record["layer"], record["eps"] = self._layer, self._eps
+        return record
 
     def __call__(self, rows: RowTable, x: F32, update: F32, normed: F32, failed: I32) -> None:
         """Change `x` in place and fill `normed`.

@@ -2,8 +2,8 @@
 
 A block row is sixteen outputs over all inputs (`matrices.encoding`). A panel holds M rows of activations:
 codes int8 [groups of 32][M][32], scales float32 [groups][M], and minus the sums of codes, int32 [groups][M],
-which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no sum over lanes;
-activations are broadcast four bytes at a time.
+which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no
+sum over lanes; activations are broadcast four bytes at a time.
 
 Sums of codes are exact integers, and the float32 sum of an output over groups goes in order of the groups:
 a row's result depends neither on the instruction set nor on M.
@@ -108,7 +108,8 @@ class _Emitter:
             # Sums of 16 bits hold a whole group: 16 products of at most 15 x 127.
             pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", shorts, (weights, activations))
             return self.b.add(total, pairs)
-        # Two products of 255 x 127 would not fit 16 bits: the sign goes to the activations, at most 128 stays.
+        # Two products of 255 x 127 would not fit 16 bits: the sign goes to the activations, at most 128
+        # stays.
         signed = self.b.xor(weights, self.constant(_BYTE, 32, 0x80))
         size = self.call("llvm.abs.v32i8", bytes_, (signed, _BIT(0)))
         turned = self.call("llvm.x86.avx2.psign.b", bytes_, (activations, signed))

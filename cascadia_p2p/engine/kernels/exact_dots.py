@@ -66,9 +66,12 @@ def _numbers(b: _Builder, codes: _Value, shift: int, bits: int) -> _Value:
 
 
 def _places(encoding: Encoding) -> list[tuple[int, int, int]]:
-    """For each input of a group: the vector of codes, the place in its lanes, the input. In order of loads."""
+    """For each input of a group: the vector of codes, the place in its lanes, the input. In order of
+    loads."""
     if encoding is Encoding.INT4:
-        return [(j, 8 * b + 4 * half, 8 * j + 4 * half + b) for j in range(4) for half in (0, 1) for b in range(4)]
+        return [
+            (j, 8 * b + 4 * half, 8 * j + 4 * half + b) for j in range(4) for half in (0, 1) for b in range(4)
+        ]
     return [(j, 8 * b, 4 * j + b) for j in range(8) for b in range(4)]
 
 

@@ -1,8 +1,8 @@
 """What compiled code knows of the frame that it computes, and of what one step of a layer works on.
 
-Steps of a layer that differ between model families are kernels of their own. The stage's program calls them by
-address with the addresses of a record, of the frame, and with an index; so it need not know them, and each is
-compiled once.
+Steps of a layer that differ between model families are kernels of their own. The stage's program calls them
+by address with the addresses of a record, of the frame, and with an index; so it need not know them, and
+each is compiled once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ FRAME: Final = _record(
 """A frame: rows; addresses of the row table's int32 [rows] arrays, of the residual and its norm, float32
 [rows][hidden], of int32 failed [rows], and of the rows' angles, float32 [rows][pairs].
 
-For attention: threads; addresses of int32 items and merges [places][8]; address and length of float32 partials.
+For attention: threads; addresses of int32 items and merges [places][8]; address and length of float32
+partials.
 """
 
 ATTENTION: Final = _record(
@@ -47,12 +48,12 @@ ATTENTION: Final = _record(
     "q_bias k_bias v_bias q_norm k_norm bias keys values blocks table ring",
     "floor alpha eps scale",
 )
-"""A layer's attention: addresses of projected rows and of the result, sizes, addresses of small weights and of
-the caches. What a family does not have is 0."""
+"""A layer's attention: addresses of projected rows and of the result, sizes, addresses of small weights and
+of the caches. What a family does not have is 0."""
 
 SUM: Final = _record("update taps history tap_count depth slots bias norm layer", "eps")
-"""An update of the residual: addresses of float32 update [rows][hidden], of taps and history of its convolution or
-of its bias, of the norm that follows or 0, and the layer's number."""
+"""An update of the residual: addresses of float32 update [rows][hidden], of taps and history of its
+convolution or of its bias, of the norm that follows or 0, and the layer's number."""
 
 
 @part

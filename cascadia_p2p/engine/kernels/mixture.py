@@ -1,7 +1,9 @@
-"""Mixtures of gated MLPs: every row passes some of them, and each one's weights are read once for all its rows.
+"""Mixtures of gated MLPs: every row passes some of them, and each one's weights are read once for all its
+rows.
 
-A row's result is the sum over its members, in order of their numbers, of `weight * down(silu(gate x) * up x)`.
-Routed experts come first and shared ones behind them; a dense MLP is a mixture of one member that all rows pass.
+A row's result is the sum over its members, in order of their numbers, of `weight * down(silu(gate x) * up
+x)`. Routed experts come first and shared ones behind them; a dense MLP is a mixture of one member that all
+rows pass.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from cascadia_p2p.compiled.compiling import part
 from cascadia_p2p.compiled.simd import F32, LANES, add, div, exp, load, mul, splat, store, sub
 from cascadia_p2p.engine.kernels.panels import put_group
 from cascadia_p2p.engine.kernels.products import (
-    ACTIVATIONS,
     Matrices,
     Matrix,
     Panels,
@@ -47,7 +48,8 @@ MIXTURE: Final = np.dtype(
     align=True,
 )
 """A mixture as kernels see it: indexes of its stacks among the matrices, members that are routed and that all
-rows pass, members chosen a row, and whether float32 activations are wanted outside and between the products."""
+rows pass, members chosen a row, and whether float32 activations are wanted outside and between the
+products."""
 
 PICKS: Final = np.dtype(
     [
@@ -65,9 +67,10 @@ PICKS: Final = np.dtype(
 )
 """Addresses of what a mixture works with.
 
-float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed members, float32 weights [rows][always];
-int64 order [picks]: which pick stands where, sorted by member; members [n][3]: number, first panel, last + 1;
-panels [n][2]: first place, rows; and counts [members + 1] for sorting.
+float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed
+members, float32 weights [rows][always]; int64 order [picks]: which pick stands where, sorted by member;
+members [n][3]: number, first panel, last + 1; panels [n][2]: first place, rows; and counts [members + 1]
+for sorting.
 """
 
 Mixture: TypeAlias = Any
@@ -86,7 +89,8 @@ _UNIT: Final = 2
 
 @part
 def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> tuple[int, int]:
-    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size; how many of each."""
+    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size; how many of
+    each."""
     chosen, every = m.chosen, m.chosen + m.always
     total = m.routed + m.always
     ids = integers(picks.ids, rows * chosen)
@@ -165,7 +169,16 @@ def mix(
         done(counters, phase)
     wait(counters, phase, 1)
     panels, found = announced(counters, phase + 1), announced(counters, phase + 2)
-    _fill(counters, phase + 1, m, matrices[m.gate if m.routed > 0 else m.always_gate], picks, outer, panels, planes)
+    _fill(
+        counters,
+        phase + 1,
+        m,
+        matrices[m.gate if m.routed > 0 else m.always_gate],
+        picks,
+        outer,
+        panels,
+        planes,
+    )
     _inward(counters, phase + 2, m, matrices, picks, outer, inner, found, planes, threads, scratch)
     _outward(counters, phase + 3, m, matrices, picks, inner, found, rows, planes, threads, scratch)
 
@@ -224,7 +237,21 @@ def _inward(
                 one, other, index = matrices[m.always_gate], matrices[m.always_up], e - m.routed
             for panel in range(members[3 * at + 1], members[3 * at + 2]):
                 fresh = panel == members[3 * at + 1]
-                _unit(m, one, other, index, unit, panel, picks, outer, inner, down.blocks, planes, fresh, scratch)
+                _unit(
+                    m,
+                    one,
+                    other,
+                    index,
+                    unit,
+                    panel,
+                    picks,
+                    outer,
+                    inner,
+                    down.blocks,
+                    planes,
+                    fresh,
+                    scratch,
+                )
         done(counters, phase)
     wait(counters, phase, chunks)
 
@@ -312,7 +339,9 @@ def _outward(
                 for panel in range(members[3 * at + 1], members[3 * at + 2]):
                     fresh = panel == members[3 * at + 1]
                     if e < m.routed:
-                        _add(m, matrices[m.down], e, block, panel, picks, inner, planes, fresh, result, scratch)
+                        _add(
+                            m, matrices[m.down], e, block, panel, picks, inner, planes, fresh, result, scratch
+                        )
                     else:
                         own = e - m.routed
                         stack = matrices[m.always_down]

@@ -1,8 +1,8 @@
 """The layers of a stage as one compiled program, which a team of threads goes through together.
 
-A layer is: projections, append keys and values, attend, output projection, sum; then the mixture, sum. Each step is
-one or a few phases of the team. What differs between model families are the steps that a layer's record names by
-their addresses (`frame`), and whether it has a router.
+A layer is: projections, append keys and values, attend, output projection, sum; then the mixture, sum. Each
+step is one or a few phases of the team. What differs between model families are the steps that a layer's
+record names by their addresses (`frame`), and whether it has a router.
 """
 
 from __future__ import annotations
@@ -34,30 +34,60 @@ LAYER: Final = np.dtype(
     [
         *(
             (name, np.int64)
-            for name in (
-                "first_matrix matrices in_floats output out_floats attention append attend remember_attention "
-                "after_attention after_mlp add remember_sum router mixture picks"
-            ).split()
+            for name in [
+                "first_matrix",
+                "matrices",
+                "in_floats",
+                "output",
+                "out_floats",
+                "attention",
+                "append",
+                "attend",
+                "remember_attention",
+                "after_attention",
+                "after_mlp",
+                "add",
+                "remember_sum",
+                "router",
+                "mixture",
+                "picks",
+            ]
         )
     ],
     align=True,
 )
-"""A layer: index and number of its inward projections, index of the output projection, and whether either takes
-float32 activations; addresses of its `ATTENTION` record and of the steps on it, of its two `SUM` records and of the
-steps on them (0 for one that the family does not have), of its `ROUTER` record or 0; indexes of mixture and picks."""
+"""A layer: index and number of its inward projections, index of the output projection, and whether either
+takes float32 activations; addresses of its `ATTENTION` record and of the steps on it, of its two `SUM`
+records and of the steps on them (0 for one that the family does not have), of its `ROUTER` record or 0;
+indexes of mixture and picks."""
 
 ROUTER: Final = np.dtype(
     [
-        *((name, np.int64) for name in "weight bias logits scores ids weights shared chosen routed always".split()),
+        *(
+            (name, np.int64)
+            for name in [
+                "weight",
+                "bias",
+                "logits",
+                "scores",
+                "ids",
+                "weights",
+                "shared",
+                "chosen",
+                "routed",
+                "always",
+            ]
+        ),
         ("scale", np.float64),
     ],
     align=True,
 )
-"""A router: addresses of its weight float32 [routed + always][hidden] and bias float32 [routed], of float32 logits
-[rows][routed + always] and scores [rows][routed], and of what comes out, see `Router`."""
+"""A router: addresses of its weight float32 [routed + always][hidden] and bias float32 [routed], of float32
+logits [rows][routed + always] and scores [rows][routed], and of what comes out, see `Router`."""
 
 HIDDEN, ATTENDED, OUTER, INNER = 0, 1, 2, 3
-"""The sets of panels: of normed rows, of attention's results, and of what goes into gate and up, and into down."""
+"""The sets of panels: of normed rows, of attention's results, and of what goes into gate and up, and into
+down."""
 
 PARTS: Final = ("projections", "attention", "router", "experts", "dense", "glue")
 """What the program counts time for, in the order of its ticks."""
@@ -276,11 +306,11 @@ def _work(
         width = a.heads * a.dim
         fill_panels(counters, phase + 6, a.out, width, panels[ATTENDED], rows, planes, layer.out_floats != 0)
         at = _tick(ticks, thread, _GLUE, at)
-        project(counters, phase + 7, matrices, layer.output, 1, panels[ATTENDED], rows, planes, threads, scratch)
-        at = _tick(ticks, thread, _PROJECTIONS, at)
-        _sum(
-            counters, phase + 8, layer, layer.after_attention, frame, now, panels[HIDDEN], planes, 0, False
+        project(
+            counters, phase + 7, matrices, layer.output, 1, panels[ATTENDED], rows, planes, threads, scratch
         )
+        at = _tick(ticks, thread, _PROJECTIONS, at)
+        _sum(counters, phase + 8, layer, layer.after_attention, frame, now, panels[HIDDEN], planes, 0, False)
         at = _tick(ticks, thread, _GLUE, at)
         if layer.router != 0:
             _route(counters, phase + 10, layer.router, frame)

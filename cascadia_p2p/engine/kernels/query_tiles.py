@@ -40,8 +40,7 @@ from cascadia_p2p.compiled.simd import (
     sub,
     total,
 )
-from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, fetch, readable
-from cascadia_p2p.engine.kernels.rows import I32
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 
 SEGMENT_BLOCKS: Final = 32
 """Blocks of one softmax."""
@@ -82,7 +81,16 @@ def _store4(array: F32, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None
 
 @part
 def _multiply_narrow(
-    left: F32, row: int, step: int, count: int, right: F32, at: int, stride: int, sums: F32, place: int, gap: int
+    left: F32,
+    row: int,
+    step: int,
+    count: int,
+    right: F32,
+    at: int,
+    stride: int,
+    sums: F32,
+    place: int,
+    gap: int,
 ) -> None:
     """Four rows of `left`, `step` apart, times sixteen columns of `right`, added to sums `gap` apart."""
     a, b = load(sums, place), load(sums, place + gap)
@@ -100,7 +108,16 @@ def _multiply_narrow(
 
 @part
 def _multiply_wide(
-    left: F32, row: int, step: int, count: int, right: F32, at: int, stride: int, sums: F32, place: int, gap: int
+    left: F32,
+    row: int,
+    step: int,
+    count: int,
+    right: F32,
+    at: int,
+    stride: int,
+    sums: F32,
+    place: int,
+    gap: int,
 ) -> None:
     """The same with 64 columns."""
     a0, a1, a2, a3 = _load4(sums, place)
@@ -192,7 +209,8 @@ def _soften(work: F32, score: int, low: int, high: int, stored: int, records: F3
 
 @part
 def _seen(position: int, window: int, start: int) -> tuple[int, int]:
-    """The offsets, from one to before the other, of a block that a row sees; none where they do not ascend."""
+    """The offsets, from one to before the other, of a block that a row sees; none where they do not
+    ascend."""
     low = max(position - window + 1 - start, 0) if window > 0 else 0
     return low, min(position - start + 1, BLOCK)
 

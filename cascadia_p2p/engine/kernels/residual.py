@@ -9,6 +9,7 @@ import numpy as np
 from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import F32, LANES, add, fma, load_part, splat, store_part, total
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import SUM, Record
 from cascadia_p2p.engine.kernels.norms import scale_row
 from cascadia_p2p.engine.kernels.rows import I32
 
@@ -78,6 +79,14 @@ class ResidualSum:
         self._norm = nothing if norm is None else norm
         self._eps = eps
         self._layer = layer
+
+    def record(self) -> Record:
+        """`SUM` [1] without the address of the update; good for as long as this lives."""
+        record = np.zeros(1, SUM)
+        record["bias"] = self._bias.ctypes.data if self._bias.size else 0
+        record["norm"] = self._norm.ctypes.data if self._norm.size else 0
+        record["layer"], record["eps"] = self._layer, self._eps
+        return record
 
     def __call__(self, x: F32, update: F32, normed: F32, failed: I32) -> None:
         """Change `x` in place and fill `normed`.

@@ -153,6 +153,11 @@ class Router:
         self._weight, self._bias, self._scale = weight, bias, scale
         self._logits = np.empty((rows, weight.shape[0]), np.float32)
 
+    @property
+    def parts(self) -> tuple[F32, F32, float]:
+        """Weight, bias and scale."""
+        return self._weight, self._bias, self._scale
+
     def __call__(self, x: F32, ids: I32, weights: F32, shared: F32) -> None:
         """Fill in each row's experts, ids ascending, and the weights of chosen and shared ones.
 

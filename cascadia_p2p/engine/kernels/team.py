@@ -1,13 +1,14 @@
 """A team of threads that goes through phases of work together.
 
-Every thread runs the same program. A phase is cut into chunks; whoever is free claims the next one, so unequal
-or busy cores balance by themselves, and at the end of a phase each thread waits until every claimed chunk is
-done. A thread that comes late finds the chunks of past phases claimed and done, and goes on to where the others
-are; if it never comes, the others do all the work. No thread ever waits for one that has not started.
+Every thread runs the same program. A phase is cut into chunks; whoever is free claims the next one, so
+unequal or busy cores balance by themselves, and at the end of a phase each thread waits until every claimed
+chunk is done. A thread that comes late finds the chunks of past phases claimed and done, and goes on to
+where the others are; if it never comes, the others do all the work. No thread ever waits for one that has
+not started.
 
-Two int64 counters a phase, a cache line apart, start at zero: chunks claimed, and chunks done. Where the number
-of chunks depends on what an earlier phase found, it is kept beside them: a thread that comes late must not take
-the number of a later phase for that of a past one.
+Two int64 counters a phase, a cache line apart, start at zero: chunks claimed, and chunks done. Where the
+number of chunks depends on what an earlier phase found, it is kept beside them: a thread that comes late
+must not take the number of a later phase for that of a past one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def announce(counters: int, phase: int, chunks: int) -> None:
 @part
 def announced(counters: int, phase: int) -> int:
     """How many chunks a phase was said to have."""
-    return longs(counters + phase * 8 * STRIDE, 2)[1]
+    return int(longs(counters + phase * 8 * STRIDE, 2)[1])
 
 
 @part

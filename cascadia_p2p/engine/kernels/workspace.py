@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.engine.kernels.mixture import MIXTURE, PICKS
+from cascadia_p2p.engine.kernels.mixture import PICKS
 from cascadia_p2p.engine.kernels.products import ACTIVATIONS, EXACT, MATRIX, describe
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, Encoding, StoredMatrix
 
@@ -40,7 +40,8 @@ class Workspace:
         start = -raw.ctypes.data % _ALIGNMENT
         self._kept.append(raw)
         self.nbytes += raw.nbytes
-        return raw[start : start + size].view(kind).reshape(shape)
+        found: npt.NDArray[Any] = raw[start : start + size].view(kind).reshape(shape)
+        return found
 
     def panels(self, rows: int, inputs: int, floats_too: bool) -> Record:
         """`ACTIVATIONS` [1] for so many rows."""

@@ -56,7 +56,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, hidden: int, widths: Sequence[int], chosen: int, shared: int) -> None:
-        self._whole = Views(
+        self.whole = Views(
             np.zeros((rows, hidden), np.float32),
             {width: np.zeros((rows, width), np.float32) for width in widths},
             np.zeros((rows, chosen), np.int32),
@@ -64,14 +64,14 @@ class Workspace:
             np.zeros((rows, shared), np.float32),
         )
         self._cut: dict[int, Views] = {}
-        self.now = self._whole
+        self.now = self.whole
         self.clock = WorkClock()
 
     def cut(self, rows: int) -> Views:
         """Set the number of rows for the layers that follow; the same number gives the same arrays."""
         views = self._cut.get(rows)
         if views is None:
-            whole = self._whole
+            whole = self.whole
             views = self._cut[rows] = Views(
                 whole.normed[:rows],
                 {width: array[:rows] for width, array in whole.attended.items()},

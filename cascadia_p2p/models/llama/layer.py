@@ -54,10 +54,10 @@ class Workspace:
 
     def __init__(self, rows: int, hidden: int, attended: int, frequencies: F32) -> None:
         widths = (hidden, attended, len(frequencies), len(frequencies))
-        self._whole = Views(*(np.zeros((rows, width), np.float32) for width in widths))
+        self.whole = Views(*(np.zeros((rows, width), np.float32) for width in widths))
         self._frequencies = frequencies
         self._cut: dict[int, Views] = {}
-        self.now = self._whole
+        self.now = self.whole
         self.clock = WorkClock()
 
     def cut(self, rows: RowTable) -> Views:
@@ -65,7 +65,7 @@ class Workspace:
         count = len(rows)
         views = self._cut.get(count)
         if views is None:
-            whole = self._whole
+            whole = self.whole
             views = self._cut[count] = Views(
                 whole.normed[:count], whole.attended[:count], whole.cosines[:count], whole.sines[:count]
             )
