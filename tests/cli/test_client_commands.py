@@ -235,6 +235,7 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "pull": ("NAME",),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
         "doctor": ("--json", "--peer"),
+        "profile": ("--model", "--rows", "--positions", "--out", "--precision", "--threads", "--json"),
     }  # fmt: skip
     assert set(flags) == set(COMMANDS)
     for name, expected in flags.items():
