@@ -31,15 +31,18 @@ from cascadia_p2p.compiled.simd import F32, LANES
 from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, fetch, readable
 from cascadia_p2p.engine.kernels.query_tiles import (
     SEGMENT_BLOCKS,
+    add_block,
     clear,
     copy_record,
     finish,
     fold,
     padded,
     record_numbers,
-    take_block,
+    score_block,
 )
 from cascadia_p2p.engine.kernels.rows import I32
+
+_FLOAT_BYTES: Final = 4
 
 ITEM: Final = 8
 """Numbers of an item."""
@@ -234,9 +237,15 @@ def attend_tile(
     clear(records, base, padded(count), stored)
     for b in range(first, end):
         block = np.int64(table[slot, b % ring]) * kv_heads + kv_head
-        key = fetch(keys, block * dim * BLOCK, dim * BLOCK, work, key_room)
-        value = fetch(values, block * BLOCK * stored, BLOCK * stored, work, value_room)
-        take_block(
+        ahead = (np.int64(table[slot, (b + 1) % ring]) * kv_heads + kv_head) - block
+        key_ahead, value_ahead = ahead * dim * BLOCK, ahead * BLOCK * stored
+        key = fetch(keys, block * dim * BLOCK, dim * BLOCK, key_ahead, work, key_room)
+        value = fetch(values, block * BLOCK * stored, BLOCK * stored, value_ahead, work, value_room)
+        # What is widened has been prefetched by then.
+        if keys.itemsize < _FLOAT_BYTES:
+            key_ahead = value_ahead = 0
+        start = b * BLOCK
+        score_block(
             work,
             query,
             relative,
@@ -248,12 +257,23 @@ def attend_tile(
             rows,
             position,
             window,
-            b * BLOCK,
+            start,
             ready_keys,
             key,
+            key_ahead,
+        )
+        add_block(
+            work,
+            scores,
+            group,
+            rows,
+            position,
+            window,
+            start,
             ready_values,
             value,
             stored,
+            value_ahead,
             records,
             base,
         )
