@@ -42,8 +42,6 @@ from cascadia_p2p.engine.kernels.query_tiles import (
 )
 from cascadia_p2p.engine.kernels.rows import I32
 
-_FLOAT_BYTES: Final = 4
-
 ITEM: Final = 8
 """Numbers of an item."""
 
@@ -237,13 +235,9 @@ def attend_tile(
     clear(records, base, padded(count), stored)
     for b in range(first, end):
         block = np.int64(table[slot, b % ring]) * kv_heads + kv_head
-        ahead = (np.int64(table[slot, (b + 1) % ring]) * kv_heads + kv_head) - block
-        key_ahead, value_ahead = ahead * dim * BLOCK, ahead * BLOCK * stored
-        key = fetch(keys, block * dim * BLOCK, dim * BLOCK, key_ahead, work, key_room)
-        value = fetch(values, block * BLOCK * stored, BLOCK * stored, value_ahead, work, value_room)
-        # What is widened has been prefetched by then.
-        if keys.itemsize < _FLOAT_BYTES:
-            key_ahead = value_ahead = 0
+        following = np.int64(table[slot, (b + 1) % ring]) * kv_heads + kv_head
+        key = fetch(keys, block * dim * BLOCK, dim * BLOCK, work, key_room)
+        value = fetch(values, block * BLOCK * stored, BLOCK * stored, work, value_room)
         start = b * BLOCK
         score_block(
             work,
@@ -260,7 +254,8 @@ def attend_tile(
             start,
             ready_keys,
             key,
-            key_ahead,
+            keys,
+            following * dim * BLOCK,
         )
         add_block(
             work,
@@ -273,7 +268,8 @@ def attend_tile(
             ready_values,
             value,
             stored,
-            value_ahead,
+            values,
+            following * BLOCK * stored,
             records,
             base,
         )

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import overload
 
 from cascadia_p2p.compiled.compiling import part
-from cascadia_p2p.compiled.simd import BF16, F32, LANES, load_bf16, prefetch, put, store
+from cascadia_p2p.compiled.simd import BF16, F32, LANES, load_bf16, put, store
 
 Storage: TypeAlias = Literal["f32", "bf16"]
 """How keys and values are kept."""
@@ -87,18 +87,15 @@ def put_value(value: F32, at: int, dim: int, values: Blocks, block: int, head: i
 
 
 @part
-def _widen(blocks: BF16, at: int, count: int, ahead: int, room: F32, room_at: int) -> None:
-    for c in range(0, count, 2 * LANES):
-        prefetch(blocks, at + ahead + c)
+def _widen(blocks: BF16, at: int, count: int, room: F32, room_at: int) -> None:
+    for c in range(0, count, LANES):
         store(room, room_at + c, load_bf16(blocks, at + c))
-        store(room, room_at + c + LANES, load_bf16(blocks, at + c + LANES))
 
 
-def fetch(blocks: Blocks, at: int, count: int, ahead: int, room: F32, room_at: int) -> int:
+def fetch(blocks: Blocks, at: int, count: int, room: F32, room_at: int) -> int:
     """Where in `readable(blocks, room)` the numbers of `blocks` from `at` on now stand as float32.
 
-    Bfloat16 is widened into `room` at `room_at`, while the numbers `ahead` of these are prefetched; `count`
-    is a multiple of 32.
+    Bfloat16 is widened into `room` at `room_at`; `count` is a multiple of 16.
     """
     raise NotImplementedError("exists only in compiled kernels")
 
@@ -109,12 +106,12 @@ def readable(blocks: Blocks, room: F32) -> F32:
 
 
 # Numba wants the same annotations in both levels of an overload.
-def _fetch(blocks: Any, at: Any, count: Any, ahead: Any, room: Any, room_at: Any) -> object:
-    def in_place(blocks: Any, at: Any, count: Any, ahead: Any, room: Any, room_at: Any) -> Any:
+def _fetch(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> object:
+    def in_place(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> Any:
         return at
 
-    def widened(blocks: Any, at: Any, count: Any, ahead: Any, room: Any, room_at: Any) -> Any:
-        _widen(blocks, at, count, ahead, room, room_at)
+    def widened(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> Any:
+        _widen(blocks, at, count, room, room_at)
         return room_at
 
     return in_place if blocks.dtype == types.float32 else widened

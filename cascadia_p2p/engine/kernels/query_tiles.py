@@ -41,7 +41,7 @@ from cascadia_p2p.compiled.simd import (
     sub,
     total,
 )
-from cascadia_p2p.engine.kernels.blocks import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks
 
 SEGMENT_BLOCKS: Final = 32
 """Blocks of one softmax."""
@@ -50,7 +50,7 @@ TOGETHER: Final = 4
 """Query vectors that registers hold at once."""
 
 _SHARES: Final = 4
-"""Fours of vectors that together prefetch a whole block, a cache line for each row that they multiply."""
+"""Fours of vectors that together prefetch a block, sixteen numbers for each row that they multiply."""
 
 _WIDE: Final = "+avx512f" in str(codegen.get_host_cpu_features())
 """Whether sixteen vectors of sums fit into the registers; otherwise four do."""
@@ -113,16 +113,19 @@ def _multiply_wide(
     sums: F32,
     place: int,
     gap: int,
+    next_one: Blocks,
     near: int,
+    also: int,
 ) -> None:
-    """The same with 64 columns; a cache line of `right` a row is prefetched from `near` on."""
+    """The same with 64 columns; `next_one` is prefetched from `near` on, and `also` behind, as it goes."""
     a0, a1, a2, a3 = _load4(sums, place)
     b0, b1, b2, b3 = _load4(sums, place + gap)
     c0, c1, c2, c3 = _load4(sums, place + 2 * gap)
     d0, d1, d2, d3 = _load4(sums, place + 3 * gap)
     for i in range(row, row + count):
         x0, x1, x2, x3 = _load4(right, at)
-        prefetch(right, near)
+        prefetch(next_one, near)
+        prefetch(next_one, near + also)
         at += stride
         near += LANES
         w = broadcast(left, i)
@@ -152,12 +155,14 @@ def _multiply(
     sums: F32,
     place: int,
     gap: int,
+    next_one: Blocks,
     near: int,
+    also: int,
 ) -> None:
     """Four rows of `left` times all columns of `right`, whose rows are `stride` apart, added to `sums`."""
     wide = columns // BLOCK * BLOCK if _WIDE else 0
     for c in range(0, wide, BLOCK):
-        _multiply_wide(left, row, step, count, right, at + c, stride, sums, place + c, gap, near)
+        _multiply_wide(left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also)
         near += count * LANES
     for c in range(wide, columns, LANES):
         _multiply_narrow(left, row, step, count, right, at + c, stride, sums, place + c, gap)
@@ -215,6 +220,14 @@ def _seen(position: int, window: int, start: int) -> tuple[int, int]:
 
 
 @part
+def _ahead(four: int, count: int, size: int, start: int) -> tuple[int, int]:
+    """Where one of the fours of vectors starts to prefetch, and how far behind that it prefetches too."""
+    if four >= _SHARES:
+        return start, 0
+    return start + four * (size // _SHARES), 0 if count > (_SHARES - 1) * TOGETHER else size // 2
+
+
+@part
 def _bias_scores(
     work: F32,
     relative: int,
@@ -252,7 +265,9 @@ def _bias_scores(
                         work,
                         scores + h * BLOCK,
                         BLOCK,
+                        bias,
                         bias_at,
+                        0,
                     )
 
 
@@ -272,13 +287,14 @@ def score_block(
     start: int,
     keys: F32,
     key: int,
-    ahead: int,
+    next_one: Blocks,
+    next_key: int,
 ) -> None:
     """Scores of a tile's query vectors against the block whose first position is `start`.
 
     In `work` stand the vectors [padded, dim] from `queries` on, their `relative` [padded, ranks], and room
-    for `scores` [padded + 4, 64]. The rows' positions start with `position`. The keys that are `ahead` of
-    these are prefetched.
+    for `scores` [padded + 4, 64]. The rows' positions start with `position`. The block's keys in
+    `next_one` from `next_key` on are prefetched.
     """
     count = rows * group
     biased = bias.shape[0] > 0 and extent + BLOCK - 1 - position + start > 0
@@ -293,8 +309,23 @@ def score_block(
             if not biased:
                 for d in range(0, TOGETHER * BLOCK, LANES):
                     store(work, score + d, zero)
-            near = key + (ahead + t // TOGETHER * dim * LANES if t < _SHARES * TOGETHER else 0)
-            _multiply(work, queries + t * dim, dim, dim, keys, key, BLOCK, BLOCK, work, score, BLOCK, near)
+            near, also = _ahead(t // TOGETHER, count, dim * BLOCK, next_key)
+            _multiply(
+                work,
+                queries + t * dim,
+                dim,
+                dim,
+                keys,
+                key,
+                BLOCK,
+                BLOCK,
+                work,
+                score,
+                BLOCK,
+                next_one,
+                near,
+                also,
+            )
 
 
 @part
@@ -309,7 +340,8 @@ def add_block(
     values: F32,
     value: int,
     stored: int,
-    ahead: int,
+    next_one: Blocks,
+    next_value: int,
     records: F32,
     base: int,
 ) -> None:
@@ -336,9 +368,22 @@ def add_block(
                 end, weight, record = min(end, both), scores + i * BLOCK, base + i * size
                 _add_one(work, weight, first, end, values, value, stored, records, record)
         at, left, record = value + both * stored, scores + t * BLOCK + both, base + t * size
-        near = value + (ahead + t // TOGETHER * BLOCK * stored // _SHARES if t < _SHARES * TOGETHER else 0)
+        near, also = _ahead(t // TOGETHER, count, stored * BLOCK, next_value)
         _multiply(
-            work, left, BLOCK, both_end - both, values, at, stored, stored, records, record, size, near
+            work,
+            left,
+            BLOCK,
+            both_end - both,
+            values,
+            at,
+            stored,
+            stored,
+            records,
+            record,
+            size,
+            next_one,
+            near,
+            also,
         )
         if mixed:
             for i in range(t, last + 1):
