@@ -9,7 +9,6 @@ import numpy as np
 from cascadia_p2p.engine.compiled_layers import CompiledLayers, LayerParts, Steps
 from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.kernels.llama_steps import add_row, append_step, attend_step
-from cascadia_p2p.engine.kernels.norms import normalise
 from cascadia_p2p.engine.kernels.norms import look_up, normalise
 from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
