@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import filelock
 import llvmlite.binding
@@ -31,6 +31,7 @@ from numba.core import caching, codegen, sigutils
 
 __all__ = [
     "Progress",
+    "address",
     "cache_directory",
     "kernel",
     "part",
@@ -155,24 +156,33 @@ def part(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", numba.njit(nogil=True, error_model="numpy")(function))
 
 
-def kernel(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+Signature: TypeAlias = str | tuple[object, ...]
+"""Argument types, in numba's notation or as its types."""
+
+
+def kernel(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function a kernel: compiled, without the interpreter's lock, kept in the cache.
 
     Args:
-        signature: argument types in numba's notation; results go into array arguments.
+        signature: argument types; results go into array arguments.
+        form: goes into the kernel's name where several functions have the same.
     """
-    return lambda function: _register(function, signature, parallel=False, twin_for=None)
+    return lambda function: _register(function, signature, parallel=False, twin_for=None, form=form)
 
 
-def twin_kernels(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function with `prange` loops a kernel in two forms, of which `set_threads` decides.
 
     With one thread the loops are plain ones and no thread pool is touched; only the form in use is compiled.
+
+    Args:
+        signature: argument types.
+        form: goes into the kernels' names where one function is compiled for several signatures.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        serial = _register(function, signature, parallel=False, twin_for=False)
-        parallel = _register(function, signature, parallel=True, twin_for=True)
+        serial = _register(function, signature, parallel=False, twin_for=False, form=form)
+        parallel = _register(function, signature, parallel=True, twin_for=True, form=form)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             return serial(*args, **kwargs) if _threads == 1 else parallel(*args, **kwargs)
@@ -183,14 +193,29 @@ def twin_kernels(signature: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _register(
-    function: Callable[P, R], signature: str, *, parallel: bool, twin_for: bool | None
+    function: Callable[P, R], signature: Signature, *, parallel: bool, twin_for: bool | None, form: str = ""
 ) -> Callable[P, R]:
     types, _ = sigutils.normalize_signature(signature)
     dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
-    name = f"{function.__name__}_parallel" if parallel else function.__name__
-    dispatcher._cache = _MachineCode(function, name)
+    name = "_".join(word for word in (function.__name__, form, "parallel" if parallel else "") if word)
+    # Functions of one name in several modules must not find each other's code.
+    dispatcher._cache = _MachineCode(function, f"{function.__module__.rpartition('.')[2]}_{name}")
     _kernels.append(_Kernel(name, dispatcher, types, twin_for))
     return cast("Callable[P, R]", dispatcher)
+
+
+def address(function: Callable[..., object]) -> int:
+    """Where a kernel's machine code lies, for `addresses.call` in other kernels; compiles it if need be.
+
+    Kernels that call each other so are compiled apart: code that is large is made once, not in every caller.
+    """
+    item = next(item for item in _kernels if item.dispatcher is function)
+    if not item.ready:
+        with _one_thread:
+            if not item.ready:
+                item.compile()
+    result = item.dispatcher.overloads[tuple(item.signature)]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
 def warm_up(progress: Progress | None = None) -> None:

@@ -4,8 +4,8 @@ A kernel that computes with `Lanes` has one order of operations on every process
 AVX-512 register, two AVX ones or four of NEON, and a sum over lanes is a fixed tree. A row's result therefore
 depends neither on the instruction set nor on how many rows share the call.
 
-Indices are flat, into C-contiguous float32 arrays, and are **not checked**: the wrapper that starts a kernel
-has to have checked all shapes.
+Indices are flat, into C-contiguous arrays, and are **not checked**: the wrapper that starts a kernel has to
+have checked all shapes. Arrays are float32; those of uint16 hold bfloat16, the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ LANES: Final = 16
 """Float32 numbers in one vector."""
 
 F32: TypeAlias = npt.NDArray[np.float32]
+BF16: TypeAlias = npt.NDArray[np.uint16]
 Real: TypeAlias = float | np.float32
 
 
@@ -37,7 +38,7 @@ _Value: TypeAlias = Any
 _Emit: TypeAlias = Callable[[_Builder, Sequence[_Value]], _Value]
 
 _FLOAT = ir.FloatType()
-_BIT, _INT32, _INT64 = ir.IntType(1), ir.IntType(32), ir.IntType(64)
+_BIT, _INT16, _INT32, _INT64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR = ir.VectorType(_FLOAT, LANES)
 _INTEGERS = ir.VectorType(_INT32, LANES)
 _BITS = ir.VectorType(_BIT, LANES)
@@ -131,6 +132,11 @@ def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     too_high = builder.fcmp_ordered(">", x, _constant(88.0))
     result = builder.select(too_high, _constant(float("inf")), result)
     return builder.select(too_low, _constant(0.0), result)
+
+
+def _emit_choose(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+    low, high, one, other = arguments
+    return builder.select(builder.fcmp_ordered("<", low, high), one, other)
 
 
 def _emit_keep(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
@@ -239,6 +245,60 @@ def _store_part(typing: object, array: object, index: object, vector: object, co
     return types.void(array, types.int64, _lanes, types.int64), generate
 
 
+def _broadcast(typing: object, array: object, index: object) -> object:
+    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        return _splat(builder, builder.load(address))
+
+    return _lanes(array, types.int64), generate
+
+
+def _prefetch(typing: object, array: object, index: object) -> object:
+    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+        # To read, into the second level, data.
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), (pointer, _INT32(0), _INT32(2), _INT32(1)))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+def _load_bf16(typing: object, array: object, index: object) -> object:
+    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        narrow = ir.VectorType(_INT16, LANES)
+        halves = builder.load(builder.bitcast(address, narrow.as_pointer()), typ=narrow)
+        halves.align = 2
+        bits = builder.shl(builder.zext(halves, _INTEGERS), _integers([16] * LANES))
+        return builder.bitcast(bits, _VECTOR)
+
+    return _lanes(array, types.int64), generate
+
+
+def _rounded_half(builder: _Builder, number: _Value) -> _Value:
+    """Bits of the nearest bfloat16, ties to even; what is not a number stays so."""
+    bits = builder.bitcast(number, _INT32)
+    upper = builder.lshr(bits, _INT32(16))
+    odd = builder.and_(upper, _INT32(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _INT32(0x7FFF))), _INT32(16))
+    quiet = builder.or_(upper, _INT32(0x40))
+    unordered = builder.fcmp_unordered("uno", number, number)
+    return builder.trunc(builder.select(unordered, quiet, rounded), _INT16)
+
+
+def _put(typing: object, array: Any, index: object, number: object) -> object:
+    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        number = arguments[2]
+        if sig.args[0].dtype == types.uint16:
+            number = _rounded_half(builder, number)
+        builder.store(number, address)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.float32), generate
+
+
 load = cast("Callable[[F32, int], Lanes]", intrinsic(_load))
 """`load(array, index)`: sixteen numbers from a flat index on."""
 
@@ -250,6 +310,18 @@ load_part = cast("Callable[[F32, int, int], Lanes]", intrinsic(_load_part))
 
 store_part = cast("Callable[[F32, int, Lanes, int], None]", intrinsic(_store_part))
 """`store_part(array, index, lanes, count)`: store the first `count` lanes; all when count >= 16."""
+
+broadcast = cast("Callable[[F32, int], Lanes]", intrinsic(_broadcast))
+"""`broadcast(array, index)`: one number of an array in every lane."""
+
+load_bf16 = cast("Callable[[BF16, int], Lanes]", intrinsic(_load_bf16))
+"""`load_bf16(array, index)`: sixteen bfloat16 from a flat index on, widened."""
+
+prefetch = cast("Callable[[F32 | BF16, int], None]", intrinsic(_prefetch))
+"""`prefetch(array, index)`: have the cache line of a flat index brought near; any index will do."""
+
+put = cast("Callable[[F32 | BF16, int, Real], None]", intrinsic(_put))
+"""`put(array, index, number)`: store one number as the array keeps it; bfloat16 to nearest, ties to even."""
 
 splat = cast("Callable[[Real], Lanes]", _operation("f", "v", lambda b, a: _splat(b, a[0])))
 """One number in every lane."""
@@ -264,6 +336,9 @@ fma = cast("Callable[[Lanes, Lanes, Lanes], Lanes]", _operation("vvv", "v", lamb
 
 larger = cast("Callable[[Lanes, Lanes], Lanes]", _operation("vv", "v", lambda b, a: _larger(b, a[0], a[1])))
 """The larger of two in each lane; the second where one is not a number."""
+
+choose = cast("Callable[[Lanes, Lanes, Lanes, Lanes], Lanes]", _operation("vvvv", "v", _emit_choose))
+"""`choose(low, high, one, other)`: lanes of `one` where low < high, of `other` elsewhere."""
 
 exp = cast("Callable[[Lanes], Lanes]", _operation("v", "v", _emit_exp))
 """e to the x, relative error below 3e-7; 0 below -87, infinite above 88, not a number where x is not."""

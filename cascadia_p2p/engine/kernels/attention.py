@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numba import prange
 
-from cascadia_p2p.compiled.compiling import part, twin_kernels
-from cascadia_p2p.compiled.simd import F32, LANES, Real, div, load, splat, store_part
+from cascadia_p2p.compiled.compiling import part, threads, twin_kernels, warm_up
+from cascadia_p2p.compiled.simd import F32, LANES, store_part
+from cascadia_p2p.engine.kernels.attention_items import (
+    ITEM,
+    PARTIAL_NUMBERS,
+    attend_tile,
+    may_split,
+    merge_item,
+    most_items,
+    plan_items,
+    queries_at,
+    relative_at,
+    work_numbers,
+)
 from cascadia_p2p.engine.kernels.blocks import (
     BLOCK,
-    attend_blocks,
+    NUMBA_NUMBERS,
+    Blocks,
+    Storage,
     block_bytes,
     new_blocks,
+    put_key,
     put_value,
     stored_dim,
 )
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.convolution import convolved, new_history, remember, taps_first
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
 from cascadia_p2p.engine.kernels.norms import inverse_rms, scale_row
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
 
 @part
-def _append(
+def append_head(
     k: F32,
     v: F32,
     key_taps: F32,
@@ -33,106 +51,93 @@ def _append(
     key_history: F32,
     value_history: F32,
     k_norm: F32,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
+    table: I32,
+    slots: I32,
+    positions: I32,
+    before: I32,
     row: int,
-    slot: int,
-    position: int,
-    before: int,
-    block: int,
+    head: int,
     eps: float,
 ) -> None:
-    """Convolve one row's key and value, normalise the key a head, and put both into their block."""
-    kv_heads, dim = keys.shape[1], k_norm.shape[0]
-    width, depth, offset = kv_heads * dim, key_history.shape[1], position % BLOCK
-    ring = slot * depth + position % depth
-    scratch = np.empty(width + LANES, np.float32)
-    for c in range(0, width, LANES):
-        new = convolved(k, key_history, key_taps, row, ring, position, before, c)
-        store_part(scratch, c, new, width - c)
-    for head in range(kv_heads):
-        scale_row(
-            scratch,
-            head * dim,
-            k_norm,
-            inverse_rms(scratch, head * dim, dim, eps),
-            1.0,
-            scratch,
-            head * dim,
-        )
-        for d in range(dim):
-            keys[block, head, d, offset] = scratch[head * dim + d]
-    for c in range(0, width, LANES):
-        new = convolved(v, value_history, value_taps, row, ring, position, before, c)
-        store_part(scratch, c, new, width - c)
-    for head in range(kv_heads):
-        put_value(scratch, values, block, head, offset, dim)
+    """Convolve one head's key and value of a row, normalise the key, and put both into their block."""
+    dim, depth = k_norm.shape[0], key_history.shape[1]
+    slot, position = slots[row], positions[row]
+    block, offset = table[slot, position // BLOCK % table.shape[1]], position % BLOCK
+    ring, start = slot * depth + position % depth, head * dim
+    scratch = np.empty(dim + LANES, np.float32)
+    for c in range(0, dim, LANES):
+        new = convolved(k, key_history, key_taps, row, ring, position, before[row], start + c)
+        store_part(scratch, c, new, dim - c)
+    scale_row(scratch, 0, k_norm, inverse_rms(scratch, 0, dim, eps), 1.0, scratch, 0)
+    put_key(scratch, 0, keys, block, head, offset)
+    for c in range(0, dim, LANES):
+        new = convolved(v, value_history, value_taps, row, ring, position, before[row], start + c)
+        store_part(scratch, c, new, dim - c)
+    put_value(scratch, 0, dim, values, block, head, offset)
 
 
 @part
-def _attend_group(
+def attend_item(
+    items: I32,
+    item: int,
     q: F32,
     r: F32,
     q_norm: F32,
     bias: F32,
     extent: int,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
     table: I32,
-    row: int,
-    kv_head: int,
-    slot: int,
-    position: int,
+    slots: I32,
+    positions: I32,
     window: int,
-    scale: Real,
+    floor: float,
+    alpha: float,
     eps: float,
+    partials: F32,
+    work: F32,
     out: F32,
 ) -> None:
-    """All query heads of one row that share a key and value head; `scale` is the log scaling."""
-    kv_heads, dim, stored = keys.shape[1], q_norm.shape[0], values.shape[3]
-    group, ranks = q.shape[1] // (kv_heads * dim), bias.shape[0]
-    # Heads are taken in pairs; an odd last one has a partner of zeros.
-    heads = group + group % 2
-    queries = np.zeros((heads, dim), np.float32)
-    relative = np.zeros((heads, ranks), np.float32)
-    weights = np.empty((heads, BLOCK), np.float32)
-    sums = np.zeros((heads, stored), np.float32)
-    state = np.zeros((heads, 4), np.float32)
-    for h in range(group):
-        at = row * q.shape[1] + (kv_head * group + h) * dim
-        scale_row(q, at, q_norm, inverse_rms(q, at, dim, eps), np.float32(dim), queries.reshape(-1), h * dim)
-        for d in range(dim):
-            queries[h, d] *= scale
-        for c in range(ranks):
-            relative[h, c] = r[row, (kv_head * group + h) * ranks + c] * scale
-    attend_blocks(
-        queries,
-        relative,
+    """Normalise and scale the queries of a planned item, and attend with them.
+
+    `floor` and `alpha` are those of log scaling, 0 for none; `bias` is as `attend_tile` takes it.
+    """
+    kv_head, first, rows = items[item, 0], items[item, 1], items[item, 2]
+    dim, ranks, group = q_norm.shape[0], bias.shape[0], q.shape[1] // (keys.shape[1] * q_norm.shape[0])
+    query, relative = queries_at(work), relative_at(work, rows * group, dim)
+    for row in range(first, first + rows):
+        scale = np.float32(1.0)
+        if floor > 0.0:
+            scale = np.float32(1.0 + alpha * math.log(max((positions[row] + 1) / floor, 1.0)))
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            at = row * q.shape[1] + head * dim
+            scale_row(q, at, q_norm, inverse_rms(q, at, dim, eps), np.float32(dim), work, query)
+            for d in range(query, query + dim):
+                work[d] *= scale
+            for c in range(ranks):
+                work[relative + c] = r[row, head * ranks + c] * scale
+            query += dim
+            relative += ranks
+    attend_tile(
+        items,
+        item,
+        group,
         bias,
         extent,
         keys,
         values,
         table,
-        kv_head,
-        slot,
-        position,
+        slots[first],
+        positions[first],
         window,
-        state,
-        weights,
-        sums,
+        partials,
+        work,
+        out,
     )
-    for h in range(group):
-        at = row * q.shape[1] + (kv_head * group + h) * dim
-        for d in range(0, dim, LANES):
-            store_part(out, at + d, div(load(sums, h * stored + d), splat(state[h, 1])), dim - d)
 
 
-@twin_kernels(
-    "(float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], "
-    "float32[:,:,::1], float32[:,:,::1], float32[::1], float32[::1], float32[:,::1], int64, "
-    "float32[:,:,:,::1], float32[:,:,:,::1], int32[:,::1], int32[::1], int32[::1], int32[::1], int32[::1], "
-    "int64, float64, float64, float64, float32[:,::1])"
-)
 def _attend(
     q: F32,
     k: F32,
@@ -146,8 +151,8 @@ def _attend(
     k_norm: F32,
     bias: F32,
     extent: int,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
     table: I32,
     slots: I32,
     positions: I32,
@@ -157,13 +162,13 @@ def _attend(
     floor: float,
     alpha: float,
     eps: float,
+    workers: int,
     out: F32,
 ) -> None:
-    rows, kv_heads = q.shape[0], keys.shape[1]
-    for row in range(rows):
-        position = positions[row]
-        block = table[slots[row], position // BLOCK % table.shape[1]]
-        _append(
+    rows, kv_heads, dim, stored = q.shape[0], keys.shape[1], q_norm.shape[0], values.shape[3]
+    group, ranks = q.shape[1] // (kv_heads * dim), bias.shape[0]
+    for i in prange(rows * kv_heads):
+        append_head(
             k,
             v,
             key_taps,
@@ -173,23 +178,35 @@ def _attend(
             k_norm,
             keys,
             values,
-            row,
-            slots[row],
-            position,
-            before[row],
-            block,
+            table,
+            slots,
+            positions,
+            before,
+            i // kv_heads,
+            i % kv_heads,
             eps,
         )
     remember(k, key_history, slots, positions, after)
     remember(v, value_history, slots, positions, after)
-    # Neighbouring items share a key and value head, so a thread's rows find its blocks in their cache.
-    for item in prange(rows * kv_heads):
-        kv_head, row = item // rows, item % rows
-        position = positions[row]
-        scale = 1.0
-        if floor > 0.0:
-            scale = 1.0 + alpha * math.log(max((position + 1) / floor, 1.0))
-        _attend_group(
+    partials = np.empty(PARTIAL_NUMBERS if workers > 1 and may_split(positions, window) else 0, np.float32)
+    items = np.empty((most_items(rows, kv_heads, group, partials.shape[0], stored), ITEM), np.int32)
+    merges = np.empty_like(items)
+    count, merging = plan_items(
+        positions,
+        after,
+        kv_heads,
+        group,
+        window,
+        workers,
+        partials.shape[0],
+        stored,
+        items,
+        merges,
+    )
+    for i in prange(count):
+        attend_item(
+            items,
+            i,
             q,
             r,
             q_norm,
@@ -198,15 +215,35 @@ def _attend(
             keys,
             values,
             table,
-            row,
-            kv_head,
-            slots[row],
-            position,
+            slots,
+            positions,
             window,
-            np.float32(scale),
+            floor,
+            alpha,
             eps,
+            partials,
+            np.empty(work_numbers(group, dim, stored, ranks), np.float32),
             out,
         )
+    for i in prange(merging):
+        work = np.empty(work_numbers(group, dim, stored, 0), np.float32)
+        merge_item(merges, i, group, kv_heads, dim, stored, positions, window, partials, work, out)
+
+
+@cache
+def _kernel(storage: Storage) -> Callable[..., None]:
+    number = NUMBA_NUMBERS[storage]
+    signature = (
+        "(float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], float32[:,::1], "
+        "float32[:,:,::1], float32[:,:,::1], float32[::1], float32[::1], float32[:,::1], int64, "
+        f"{number}[:,:,:,::1], {number}[:,:,:,::1], int32[:,::1], int32[::1], int32[::1], int32[::1], "
+        "int32[::1], int64, float64, float64, float64, int64, float32[:,::1])"
+    )
+    return twin_kernels(signature, storage)(_attend)
+
+
+# Where keys and values are float32 the kernel is warmed up with all others.
+_kernel("f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +273,9 @@ class AttentionSizes:
         """Numbers that a value takes in a block: `dim` up to a whole vector."""
         return stored_dim(self.dim)
 
-    def block_bytes(self) -> int:
+    def block_bytes(self, storage: Storage = "f32") -> int:
         """Memory of one block's keys and values."""
-        return block_bytes(self.kv_heads, self.dim)
+        return block_bytes(self.kv_heads, self.dim, storage)
 
     def history_bytes(self, rewind: int) -> int:
         """Memory of one slot's inputs to both convolutions."""
@@ -277,6 +314,7 @@ class Attention:
         rewind: positions by which a stream may go back.
         eps: of the norms of queries and keys.
         log_scaling: floor and alpha; None for no scaling.
+        storage: how keys and values are kept.
 
     Raises:
         CascadiaError: a weight has another shape.
@@ -290,6 +328,7 @@ class Attention:
         rewind: int,
         eps: float,
         log_scaling: tuple[float, float] | None,
+        storage: Storage = "f32",
     ) -> None:
         width = sizes.kv_heads * sizes.dim
         expect("q_norm", weights.q_norm, (sizes.dim,))
@@ -303,7 +342,10 @@ class Attention:
         self._scaling = (0.0, 0.0) if log_scaling is None else log_scaling
         self._eps = eps
         self._table = table
-        self._keys, self._values = new_blocks(blocks, sizes.kv_heads, sizes.dim)
+        self._keys, self._values = new_blocks(blocks, sizes.kv_heads, sizes.dim, storage)
+        self._run = _kernel(storage)
+        # Kernels that only some stages need are compiled here, not at the first frame.
+        warm_up()
         self._state = (
             taps_first(weights.k_conv),
             taps_first(weights.v_conv),
@@ -317,6 +359,33 @@ class Attention:
             self._values,
             table,
         )
+
+    def record(self) -> Record:
+        """`ATTENTION` [1] without the addresses of rows; good for as long as this lives."""
+        key_taps, value_taps, key_history, value_history, q_norm, k_norm, bias, *_ = self._state
+        sizes, record = self._sizes, np.zeros(1, ATTENTION)
+        for name in ("heads", "kv_heads", "dim", "ranks", "extent", "taps"):
+            record[name] = getattr(sizes, name)
+        record["stored"], record["window"] = sizes.stored_dim, self._window
+        addressed = {
+            "key_taps": key_taps,
+            "value_taps": value_taps,
+            "key_history": key_history,
+            "value_history": value_history,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "bias": bias,
+            "keys": self._keys,
+            "values": self._values,
+            "table": self._table,
+        }
+        for name, array in addressed.items():
+            record[name] = array.ctypes.data
+        record["slots"], record["depth"], _ = key_history.shape
+        record["blocks"], record["ring"] = len(self._keys), self._table.shape[1]
+        record["floor"], record["alpha"] = self._scaling
+        record["eps"] = self._eps
+        return record
 
     def __call__(self, rows: RowTable, q: F32, k: F32, v: F32, r: F32, out: F32) -> None:
         """Append the rows' keys and values, then attend.
@@ -335,7 +404,7 @@ class Attention:
         expect("v", v, (count, sizes.kv_heads * sizes.dim))
         expect("r", r, (count, sizes.heads * sizes.ranks))
         expect("out", out, q.shape)
-        _attend(
+        self._run(
             q,
             k,
             v,
@@ -348,5 +417,6 @@ class Attention:
             self._window,
             *self._scaling,
             self._eps,
+            threads(),
             out,
         )

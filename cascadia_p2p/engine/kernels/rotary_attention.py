@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numba import prange
 
-from cascadia_p2p.compiled.compiling import part, twin_kernels
-from cascadia_p2p.compiled.simd import F32, LANES, Real, div, load, splat, store_part
+from cascadia_p2p.compiled.compiling import part, threads, twin_kernels, warm_up
+from cascadia_p2p.compiled.simd import F32, LANES
+from cascadia_p2p.engine.kernels.attention_items import (
+    ITEM,
+    PARTIAL_NUMBERS,
+    attend_tile,
+    may_split,
+    merge_item,
+    most_items,
+    plan_items,
+    queries_at,
+    work_numbers,
+)
 from cascadia_p2p.engine.kernels.blocks import (
     BLOCK,
-    attend_blocks,
+    NUMBA_NUMBERS,
+    Blocks,
+    Storage,
     block_bytes,
     new_blocks,
+    put_key,
     put_value,
     stored_dim,
 )
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
 from cascadia_p2p.engine.kernels.rotary import biased, turn
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
 
 @part
-def _append_turned(
+def append_head(
     k: F32,
     v: F32,
     k_bias: F32,
@@ -33,87 +50,75 @@ def _append_turned(
     eps: float,
     cosines: F32,
     sines: F32,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
+    table: I32,
+    slots: I32,
+    positions: I32,
     row: int,
-    offset: int,
-    block: int,
+    head: int,
 ) -> None:
-    """Put one row's keys, turned, and values into their block."""
+    """Turn one head's key of a row, and put key and value into their block."""
     kv_heads, dim = keys.shape[1], keys.shape[2]
-    scratch = np.empty(kv_heads * dim + LANES, np.float32)
-    for head in range(kv_heads):
-        biased(k, (row * kv_heads + head) * dim, k_bias, head * dim, dim, scratch, head * dim)
-        turn(scratch, head * dim, k_norm, eps, cosines, sines, row, dim, 1.0)
-        for d in range(dim):
-            keys[block, head, d, offset] = scratch[head * dim + d]
-    for head in range(kv_heads):
-        biased(v, (row * kv_heads + head) * dim, v_bias, head * dim, dim, scratch, head * dim)
-        put_value(scratch, values, block, head, offset, dim)
+    position = positions[row]
+    block, offset = table[slots[row], position // BLOCK % table.shape[1]], position % BLOCK
+    scratch, at = np.empty(dim + LANES, np.float32), (row * kv_heads + head) * dim
+    biased(k, at, k_bias, head * dim, dim, scratch, 0)
+    turn(scratch, 0, k_norm, eps, cosines, sines, row, dim, np.float32(1.0))
+    put_key(scratch, 0, keys, block, head, offset)
+    biased(v, at, v_bias, head * dim, dim, scratch, 0)
+    put_value(scratch, 0, dim, values, block, head, offset)
 
 
 @part
-def _attend_turned(
+def attend_item(
+    items: I32,
+    item: int,
     q: F32,
     q_bias: F32,
     q_norm: F32,
     eps: float,
     cosines: F32,
     sines: F32,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
     table: I32,
-    row: int,
-    kv_head: int,
-    slot: int,
-    position: int,
+    slots: I32,
+    positions: I32,
     window: int,
-    scale: Real,
+    scale: float,
+    partials: F32,
+    work: F32,
     out: F32,
 ) -> None:
-    """All query heads of one row that share a key and value head."""
-    kv_heads, dim, stored = keys.shape[1], keys.shape[2], values.shape[3]
-    group = q.shape[1] // (kv_heads * dim)
-    # Heads are taken in pairs; an odd last one has a partner of zeros.
-    heads = group + group % 2
-    queries = np.zeros((heads, dim), np.float32)
-    weights = np.empty((heads, BLOCK), np.float32)
-    sums = np.zeros((heads, stored), np.float32)
-    state = np.zeros((heads, 4), np.float32)
-    no_bias = np.empty((heads, 0), np.float32)
-    first = kv_head * group
-    for h in range(group):
-        at = (first + h) * dim
-        biased(q, row * q.shape[1] + at, q_bias, at, dim, queries, h * dim)
-        turn(queries, h * dim, q_norm, eps, cosines, sines, row, dim, scale)
-    attend_blocks(
-        queries,
-        no_bias,
-        no_bias,
+    """Turn and scale the queries of a planned item, and attend with them."""
+    kv_head, first, rows = items[item, 0], items[item, 1], items[item, 2]
+    dim, group = keys.shape[2], q.shape[1] // (keys.shape[1] * keys.shape[2])
+    query = queries_at(work)
+    for row in range(first, first + rows):
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            biased(q, row * q.shape[1] + head * dim, q_bias, head * dim, dim, work, query)
+            turn(work, query, q_norm, eps, cosines, sines, row, dim, np.float32(scale))
+            query += dim
+    attend_tile(
+        items,
+        item,
+        group,
+        np.empty((0, 0), np.float32),
         0,
         keys,
         values,
         table,
-        kv_head,
-        slot,
-        position,
+        slots[first],
+        positions[first],
         window,
-        state,
-        weights,
-        sums,
+        partials,
+        work,
+        out,
     )
-    for h in range(group):
-        at = row * q.shape[1] + (first + h) * dim
-        for d in range(0, dim, LANES):
-            store_part(out, at + d, div(load(sums, h * stored + d), splat(state[h, 1])), dim - d)
 
 
-@twin_kernels(
-    "(float32[:,::1], float32[:,::1], float32[:,::1], float32[::1], float32[::1], float32[::1], "
-    "float32[::1], float32[::1], float64, float32[:,:,:,::1], float32[:,:,:,::1], int32[:,::1], "
-    "int64, float64, float32[:,::1], float32[:,::1], int32[::1], int32[::1], float32[:,::1])"
-)
-def _rotary_attention(
+def _attend(
     q: F32,
     k: F32,
     v: F32,
@@ -123,8 +128,8 @@ def _rotary_attention(
     q_norm: F32,
     k_norm: F32,
     eps: float,
-    keys: F32,
-    values: F32,
+    keys: Blocks,
+    values: Blocks,
     table: I32,
     window: int,
     scale: float,
@@ -132,18 +137,49 @@ def _rotary_attention(
     sines: F32,
     slots: I32,
     positions: I32,
+    after: I32,
+    workers: int,
     out: F32,
 ) -> None:
-    rows, kv_heads = q.shape[0], keys.shape[1]
-    for row in range(rows):
-        position = positions[row]
-        block = table[slots[row], position // BLOCK % table.shape[1]]
-        offset = position % BLOCK
-        _append_turned(k, v, k_bias, v_bias, k_norm, eps, cosines, sines, keys, values, row, offset, block)
-    # Neighbouring items share a key and value head, so a thread's rows find its blocks in their cache.
-    for item in prange(rows * kv_heads):
-        kv_head, row = item // rows, item % rows
-        _attend_turned(
+    rows, kv_heads, dim, stored = q.shape[0], keys.shape[1], keys.shape[2], values.shape[3]
+    group = q.shape[1] // (kv_heads * dim)
+    for i in prange(rows * kv_heads):
+        append_head(
+            k,
+            v,
+            k_bias,
+            v_bias,
+            k_norm,
+            eps,
+            cosines,
+            sines,
+            keys,
+            values,
+            table,
+            slots,
+            positions,
+            i // kv_heads,
+            i % kv_heads,
+        )
+    partials = np.empty(PARTIAL_NUMBERS if workers > 1 and may_split(positions, window) else 0, np.float32)
+    items = np.empty((most_items(rows, kv_heads, group, partials.shape[0], stored), ITEM), np.int32)
+    merges = np.empty_like(items)
+    count, merging = plan_items(
+        positions,
+        after,
+        kv_heads,
+        group,
+        window,
+        workers,
+        partials.shape[0],
+        stored,
+        items,
+        merges,
+    )
+    for i in prange(count):
+        attend_item(
+            items,
+            i,
             q,
             q_bias,
             q_norm,
@@ -153,14 +189,33 @@ def _rotary_attention(
             keys,
             values,
             table,
-            row,
-            kv_head,
-            slots[row],
-            positions[row],
+            slots,
+            positions,
             window,
-            np.float32(scale),
+            scale,
+            partials,
+            np.empty(work_numbers(group, dim, stored, 0), np.float32),
             out,
         )
+    for i in prange(merging):
+        work = np.empty(work_numbers(group, dim, stored, 0), np.float32)
+        merge_item(merges, i, group, kv_heads, dim, stored, positions, window, partials, work, out)
+
+
+@cache
+def _kernel(storage: Storage) -> Callable[..., None]:
+    number = NUMBA_NUMBERS[storage]
+    signature = (
+        "(float32[:,::1], float32[:,::1], float32[:,::1], float32[::1], float32[::1], float32[::1], "
+        f"float32[::1], float32[::1], float64, {number}[:,:,:,::1], {number}[:,:,:,::1], int32[:,::1], "
+        "int64, float64, float32[:,::1], float32[:,::1], int32[::1], int32[::1], int32[::1], int64, "
+        "float32[:,::1])"
+    )
+    return twin_kernels(signature, f"rotary_{storage}")(_attend)
+
+
+# Where keys and values are float32 the kernel is warmed up with all others.
+_kernel("f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +241,9 @@ class RotarySizes:
         """Numbers that a value takes in a block: `dim` up to a whole vector."""
         return stored_dim(self.dim)
 
-    def block_bytes(self) -> int:
+    def block_bytes(self, storage: Storage = "f32") -> int:
         """Memory of one block's keys and values."""
-        return block_bytes(self.kv_heads, self.dim)
+        return block_bytes(self.kv_heads, self.dim, storage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +275,20 @@ class RotaryAttention:
         weights: of this layer.
         table: int32 [slots, n], the blocks of each slot; shared with other layers of the same window.
         eps: of the norms of queries and keys.
+        storage: how keys and values are kept.
 
     Raises:
         CascadiaError: a weight has another shape.
     """
 
-    def __init__(self, sizes: RotarySizes, weights: RotaryWeights, table: I32, eps: float) -> None:
+    def __init__(
+        self,
+        sizes: RotarySizes,
+        weights: RotaryWeights,
+        table: I32,
+        eps: float,
+        storage: Storage = "f32",
+    ) -> None:
         widths = {"q_bias": sizes.heads, "k_bias": sizes.kv_heads, "v_bias": sizes.kv_heads}
         shapes = {name: heads * sizes.dim for name, heads in widths.items()}
         for name, length in (shapes | {"q_norm": sizes.dim, "k_norm": sizes.dim}).items():
@@ -233,7 +296,10 @@ class RotaryAttention:
             if array.size:
                 expect(name, array, (length,))
         self._sizes = sizes
-        self._keys, self._values = new_blocks(int(table.max()) + 1, sizes.kv_heads, sizes.dim)
+        self._keys, self._values = new_blocks(int(table.max()) + 1, sizes.kv_heads, sizes.dim, storage)
+        self._run = _kernel(storage)
+        # Kernels that only some stages need are compiled here, not at the first frame.
+        warm_up()
         self._state = (
             weights.q_bias,
             weights.k_bias,
@@ -247,6 +313,23 @@ class RotaryAttention:
             sizes.window or 0,
             1.0 / math.sqrt(sizes.dim),
         )
+
+    def record(self) -> Record:
+        """`ATTENTION` [1] without the addresses of rows; good for as long as this lives."""
+        q_bias, k_bias, v_bias, q_norm, k_norm, eps, keys, values, table, window, scale = self._state
+        sizes, record = self._sizes, np.zeros(1, ATTENTION)
+        for name in ("heads", "kv_heads", "dim"):
+            record[name] = getattr(sizes, name)
+        record["stored"], record["window"] = sizes.stored_dim, window
+        small = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "q_norm": q_norm, "k_norm": k_norm}
+        for name, array in small.items():
+            record[name] = array.ctypes.data if array.size else 0
+        for name, held in (("keys", keys), ("values", values), ("table", table)):
+            record[name] = held.ctypes.data
+        record["slots"], record["ring"] = table.shape
+        record["blocks"] = len(keys)
+        record["eps"], record["scale"] = eps, scale
+        return record
 
     def __call__(self, rows: RowTable, q: F32, k: F32, v: F32, cosines: F32, sines: F32, out: F32) -> None:
         """Append the rows' keys and values, then attend.
@@ -267,4 +350,16 @@ class RotaryAttention:
         expect("cosines", cosines, (count, sizes.pairs))
         expect("sines", sines, (count, sizes.pairs))
         expect("out", out, q.shape)
-        _rotary_attention(q, k, v, *self._state, cosines, sines, rows.slots, rows.positions, out)
+        self._run(
+            q,
+            k,
+            v,
+            *self._state,
+            cosines,
+            sines,
+            rows.slots,
+            rows.positions,
+            rows.after,
+            threads(),
+            out,
+        )
