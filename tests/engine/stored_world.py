@@ -12,7 +12,13 @@ from cascadia_p2p.matrices.packing import dense, pack
 F64 = npt.NDArray[np.float64]
 
 INTEGER = (Encoding.INT4, Encoding.INT8, Encoding.INT8_GROUPED)
-RANGES = {Encoding.INT4: (-8, 7), Encoding.INT8: (-127, 127), Encoding.INT8_GROUPED: (-128, 127)}
+"""Those that sparse nodes take."""
+RANGES = {
+    Encoding.INT4: (-8, 7),
+    Encoding.INT4_AFFINE: (0, 15),
+    Encoding.INT8: (-127, 127),
+    Encoding.INT8_GROUPED: (-128, 127),
+}
 
 
 def stored(encoding: Encoding, seed: int, *shape: int) -> StoredMatrix:
@@ -28,7 +34,10 @@ def stored(encoding: Encoding, seed: int, *shape: int) -> StoredMatrix:
     codes = rng.integers(low, high, shape, np.int8, endpoint=True)
     groups = () if encoding is Encoding.INT8 else (-(-shape[-1] // GROUP),)
     scales = (size * 1.7 / high * rng.uniform(0.5, 1.5, (*shape[:-1], *groups))).astype(np.float32)
-    return pack(encoding, shape, codes, scales)
+    if encoding is not Encoding.INT4_AFFINE:
+        return pack(encoding, shape, codes, scales)
+    offsets = (-scales * rng.uniform(5, 10, scales.shape)).astype(np.float32)
+    return pack(encoding, shape, codes, 2 * scales, 2 * offsets)
 
 
 def gated(encoding: Encoding, seed: int, width: int, inner: int, *stack: int) -> GatedWeights:

@@ -72,7 +72,7 @@ def error(got: F32, expected: npt.NDArray[np.float64]) -> float:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("encoding", [*INTEGER, Encoding.BF16])
+@pytest.mark.parametrize("encoding", [*INTEGER, Encoding.INT4_AFFINE, Encoding.BF16])
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(64, (64, 32, 32, 16)), (32, (5,)), (100, (7, 1)), (1, (3,)), (1536, (700, 130))]
 )
@@ -95,7 +95,7 @@ def test_projections_of_several_encodings_share_their_rows() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("encoding", INTEGER)
+@pytest.mark.parametrize("encoding", [*INTEGER, Encoding.INT4_AFFINE])
 @pytest.mark.parametrize(
     ("width", "inner"), [(64, 128), (40, 72), (32, 32), (100, 1), (96, 200), (128, 3136)]
 )
@@ -143,6 +143,17 @@ def test_shared_experts_of_another_encoding_ride_outside() -> None:
         call = backend(form).experts(routed, always, 2, "e")
         expected = experts(routed, always, x, ids, weights, gammas)
         assert error(call(x, ids, weights, gammas), expected) < TOLERANCE[form]
+
+
+def test_experts_of_codes_with_offsets_are_taken_as_numbers() -> None:
+    """No sparse node has offsets that are not whole codes."""
+    kind = Encoding.INT4_AFFINE
+    routed, always = gated(kind, 1, 72, 40, 6), gated(kind, 5, 72, 40, 2)
+    x, ids = draw(9, ROWS, 72), drawn_ids(3, ROWS, 6, 2)
+    weights, gammas = np.abs(draw(4, ROWS, 2)), np.abs(draw(5, ROWS, 2))
+    call = backend("cpu").experts(routed, always, 2, "e")
+    got = call(x, ids, weights, gammas)
+    assert error(got, experts(routed, always, x, ids, weights, gammas)) < 3e-6
 
 
 def compiled_kinds(

@@ -38,6 +38,8 @@ class Compressed(SampleWeights):
     def matrix(self, name: str) -> StoredMatrix:
         if name not in self.stored:
             values = self.tensors[name]
+            if name.startswith("embed."):
+                return StoredMatrix.of(values)
             four = name.split(".")[-1] in ("gate", "up", "down")
             self.stored[name] = in_groups(values) if four else by_outputs(values)
         return self.stored[name]

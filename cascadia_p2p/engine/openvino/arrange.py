@@ -11,6 +11,7 @@ from cascadia_p2p.engine.openvino.graphs import Downs, Gated
 from cascadia_p2p.engine.openvino.row_major import (
     Element,
     RowMajor,
+    at_index,
     attenuated,
     cut_inputs,
     cut_outputs,
@@ -27,7 +28,8 @@ _SLICE: Final = 3072
 _LEAST_SLICES: Final = 2
 _LEAST_GROUPS: Final = 2
 """A matrix of experts with a single group is not accepted."""
-_GROUPED: Final = (Encoding.INT4, Encoding.INT8_GROUPED)
+_GROUPED: Final = frozenset({Encoding.INT4, Encoding.INT4_AFFINE, Encoding.INT8_GROUPED})
+_SPARSE: Final = frozenset({Encoding.INT4, Encoding.INT8, Encoding.INT8_GROUPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class Form:
 
 
 def one_encoding(*matrices: StoredMatrix) -> bool:
-    """Whether matrices are stored alike, in 4 or 8 bits."""
+    """Whether matrices are stored alike, in 4 or 8 bits, as sparse nodes take them."""
     encodings = {matrix.encoding for matrix in matrices}
-    return len(encodings) == 1 and element_of(encodings.pop()) is not Element.F32
+    return len(encodings) == 1 and encodings <= _SPARSE
 
 
 def projections(weights: Sequence[StoredMatrix], half: bool) -> list[RowMajor]:
@@ -132,9 +134,9 @@ def shared_mlp(shared: GatedWeights, width: int, form: Form) -> tuple[tuple[RowM
         row_major_stack([shared.down], width, inner),
     )
     both = (_flat(stack.gate), _flat(stack.up))
-    if shared.down.encoding in _GROUPED and stack.down.grouped:
+    if stack.down.grouped:
         return both, joined_inputs(stack.down)
-    return both, [_at(stack.down, index) for index in range(count)]
+    return both, [at_index(stack.down, index) for index in range(count)]
 
 
 def _widths(weights: GatedWeights, least_groups: int) -> tuple[int, int]:
@@ -166,8 +168,3 @@ def _flat(stack: RowMajor) -> RowMajor:
     return RowMajor(
         stack.element, (count * outputs, inputs), stack.codes.reshape(count * outputs, -1), scales
     )
-
-
-def _at(stack: RowMajor, index: int) -> RowMajor:
-    scales = None if stack.scales is None else stack.scales[index]
-    return RowMajor(stack.element, stack.shape[1:], stack.codes[index], scales)

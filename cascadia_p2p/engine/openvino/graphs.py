@@ -79,7 +79,13 @@ class Graph:
 
     def product(self, x: Node, matrix: RowMajor) -> Node:
         """`x @ matrix.T`, for a stack one product for each of its matrices."""
-        return ops.matmul(x, self._constant(matrix), False, True)
+        result = ops.matmul(x, self._constant(matrix), False, True)
+        if matrix.offsets is None:
+            return result
+        # What is added to all weights of a group meets the sum of the group's inputs.
+        sums = ops.reshape(x, _integers(-1, matrix.offsets.shape[1], GROUP), False)
+        sums = ops.reduce_sum(sums, _integers(-1), False)
+        return ops.add(result, ops.matmul(sums, ops.constant(matrix.offsets), False, True))
 
     def gated(self, gate: Node, up: Node) -> Node:
         """`silu(gate) * up`."""

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.matrices.encoding import GROUP, INPUTS, OUTPUTS, U8, Encoding, StoredMatrix
-from cascadia_p2p.matrices.packing import dense
+from cascadia_p2p.matrices.encoding import F32, GROUP, INPUTS, OUTPUTS, U8, Encoding, StoredMatrix
+from cascadia_p2p.matrices.packing import dense, group_offsets
 
 Scales: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 
@@ -39,17 +39,14 @@ class RowMajor:
         shape: (..., outputs, inputs).
         codes: float32 or int8 of `shape`; uint8 [..., outputs, inputs / 2] with `Element.I4`.
         scales: FP16 or float32 [..., outputs, 1 or inputs / 32]; None with float32 codes.
+        offsets: float32 [outputs, inputs / 32] to be added to the numbers of a group; None: none.
     """
 
     element: Element
     shape: tuple[int, ...]
     codes: npt.NDArray[Any]
     scales: Scales | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+    offsets: F32 | None = None
 
     @property
     def grouped(self) -> bool:
@@ -59,7 +56,7 @@ class RowMajor:
 
 def element_of(encoding: Encoding) -> Element:
     """What the constants of a stored form hold."""
-    if encoding is Encoding.INT4:
+    if encoding in (Encoding.INT4, Encoding.INT4_AFFINE):
         return Element.I4
     return Element.I8 if encoding in (Encoding.INT8, Encoding.INT8_GROUPED) else Element.F32
 
@@ -78,9 +75,21 @@ def row_major(matrix: StoredMatrix, outputs: int, inputs: int) -> RowMajor:
         matrix.codes[None],
         None if matrix.scales is None else matrix.scales[None],
     )
-    stack = row_major_stack((alone,), outputs, inputs)
-    scales = None if stack.scales is None else stack.scales[0]
-    return RowMajor(stack.element, stack.shape[1:], stack.codes[0], scales)
+    if matrix.encoding is not Encoding.INT4_AFFINE:
+        return at_index(row_major_stack((alone,), outputs, inputs), 0)
+    turned = at_index(_coded_stack((alone,), outputs, inputs, 1), 0)
+    offsets = np.zeros((outputs, inputs // GROUP), np.float32)
+    found = group_offsets(matrix)[: matrix.outputs, : offsets.shape[1]]
+    offsets[: matrix.outputs, : found.shape[1]] = found
+    # A plugin's codes have a sign: eight less than the stored ones.
+    offsets += 8 * np.asarray(turned.scales, np.float32)
+    return replace(turned, offsets=offsets)
+
+
+def at_index(stack: RowMajor, index: int) -> RowMajor:
+    """One matrix of a stack."""
+    scales = None if stack.scales is None else stack.scales[index]
+    return RowMajor(stack.element, stack.shape[1:], stack.codes[index], scales)
 
 
 def row_major_stack(stacks: Sequence[StoredMatrix], outputs: int, inputs: int, least: int = 0) -> RowMajor:
@@ -91,18 +100,26 @@ def row_major_stack(stacks: Sequence[StoredMatrix], outputs: int, inputs: int, l
         outputs: of every matrix of the result.
         inputs: of every matrix of the result.
         least: matrices of the result; ones of zeros stand behind the others if there are fewer.
+
+    Returns:
+        Codes and scales; float32 numbers where the encoding has offsets, which sparse nodes do not take.
     """
     first = stacks[0]
-    element = element_of(first.encoding)
     count = max(least, sum(stack.shape[0] for stack in stacks))
     shape = (count, outputs, inputs)
-    if element is Element.F32:
-        if len(stacks) == 1 and first.shape == shape:
-            return RowMajor(element, shape, dense(first))
-        values = np.zeros(shape, np.float32)
-        for stack, at in _placed(stacks):
-            values[at, : stack.outputs, : stack.inputs] = dense(stack)
-        return RowMajor(element, shape, values)
+    if element_of(first.encoding) is not Element.F32 and first.encoding is not Encoding.INT4_AFFINE:
+        return _coded_stack(stacks, outputs, inputs, count)
+    if len(stacks) == 1 and first.shape == shape:
+        return RowMajor(Element.F32, shape, dense(first))
+    values = np.zeros(shape, np.float32)
+    for stack, at in _placed(stacks):
+        values[at, : stack.outputs, : stack.inputs] = dense(stack)
+    return RowMajor(Element.F32, shape, values)
+
+
+def _coded_stack(stacks: Sequence[StoredMatrix], outputs: int, inputs: int, count: int) -> RowMajor:
+    first = stacks[0]
+    element = element_of(first.encoding)
     kind, width = (np.uint8, inputs // 2) if element is Element.I4 else (np.int8, inputs)
     codes = np.zeros((count, outputs, width), kind)
     single = first.scales is not None
@@ -113,7 +130,7 @@ def row_major_stack(stacks: Sequence[StoredMatrix], outputs: int, inputs: int, l
             _turn_codes(stack, blocks, target.view(np.uint8))
         found = _scales(stack)[:, : stack.outputs, :groups]
         scales[at, : stack.outputs, : found.shape[2]] = found
-    return RowMajor(element, shape, codes, scales)
+    return RowMajor(element, (count, outputs, inputs), codes, scales)
 
 
 def _placed(stacks: Sequence[StoredMatrix]) -> Iterator[tuple[StoredMatrix, slice]]:
@@ -168,6 +185,8 @@ def attenuated(matrix: RowMajor, exponent: int) -> RowMajor:
         return matrix
     if matrix.scales is None:
         return replace(matrix, codes=np.ldexp(matrix.codes, -exponent))
+    if matrix.offsets is not None:
+        matrix = replace(matrix, offsets=np.ldexp(matrix.offsets, -exponent))
     smaller = np.ldexp(matrix.scales, -exponent)
     if not np.array_equal(np.ldexp(smaller, exponent), matrix.scales):
         smaller = np.ldexp(matrix.scales.astype(np.float32), -exponent)
@@ -189,9 +208,9 @@ def with_scales_of(matrix: RowMajor, half: bool) -> RowMajor:
 
 def _turn_codes(matrix: StoredMatrix, blocks: U8, target: U8) -> None:
     """Codes of one matrix, uint8 [blocks, blocks, bytes] to [outputs, bytes of a row]."""
-    four = matrix.encoding is Encoding.INT4
-    skipped = 0 if matrix.encoding is Encoding.INT8 else 64
+    four = element_of(matrix.encoding) is Element.I4
     high, wide, size = blocks.shape
+    skipped = size - OUTPUTS * INPUTS // (2 if four else 1)
     row = wide * (INPUTS // 2 if four else INPUTS)
     kept = min(row, target.shape[1])
     step = max(1, _CHUNK // (wide * size))
