@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights
-from cascadia_p2p.matrices.encoding import GROUP, Encoding, StoredMatrix
+from cascadia_p2p.matrices.encoding import ALIGNMENT, GROUP, Encoding, StoredMatrix
 from cascadia_p2p.matrices.packing import dense, pack
 
 F64 = npt.NDArray[np.float64]
@@ -35,9 +37,18 @@ def stored(encoding: Encoding, seed: int, *shape: int) -> StoredMatrix:
     groups = () if encoding is Encoding.INT8 else (-(-shape[-1] // GROUP),)
     scales = (size * 1.7 / high * rng.uniform(0.5, 1.5, (*shape[:-1], *groups))).astype(np.float32)
     if encoding is not Encoding.INT4_AFFINE:
-        return pack(encoding, shape, codes, scales)
+        return aligned(pack(encoding, shape, codes, scales))
     offsets = (-scales * rng.uniform(5, 10, scales.shape)).astype(np.float32)
     return pack(encoding, shape, codes, 2 * scales, 2 * offsets)
+
+
+def aligned(matrix: StoredMatrix) -> StoredMatrix:
+    """The matrix with its codes where a file would have them: kernels read blocks at such addresses only."""
+    memory = np.zeros(matrix.codes.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    codes = memory[start : start + matrix.codes.nbytes].view(matrix.codes.dtype).reshape(matrix.codes.shape)
+    codes[...] = matrix.codes
+    return replace(matrix, codes=codes)
 
 
 def gated(encoding: Encoding, seed: int, width: int, inner: int, *stack: int) -> GatedWeights:

@@ -183,14 +183,15 @@ def attenuated(matrix: RowMajor, exponent: int) -> RowMajor:
     """The matrix times 2 ** -exponent, exactly: scales that FP16 can not hold then become float32."""
     if exponent == 0:
         return matrix
-    if matrix.scales is None:
+    scales, offsets = matrix.scales, matrix.offsets
+    if scales is None:
         return replace(matrix, codes=np.ldexp(matrix.codes, -exponent))
-    if matrix.offsets is not None:
-        matrix = replace(matrix, offsets=np.ldexp(matrix.offsets, -exponent))
-    smaller = np.ldexp(matrix.scales, -exponent)
-    if not np.array_equal(np.ldexp(smaller, exponent), matrix.scales):
-        smaller = np.ldexp(matrix.scales.astype(np.float32), -exponent)
-    return replace(matrix, scales=smaller)
+    smaller = np.ldexp(scales, -exponent)
+    if not np.array_equal(np.ldexp(smaller, exponent), scales):
+        smaller = np.ldexp(scales.astype(np.float32), -exponent)
+    if offsets is not None:
+        offsets = np.ldexp(offsets, -exponent)
+    return replace(matrix, scales=smaller, offsets=offsets)
 
 
 def with_scales_of(matrix: RowMajor, half: bool) -> RowMajor:
