@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from cascadia_p2p.compiled.compiling import threads, twin_kernels
-from cascadia_p2p.compiled.simd import F32, LANES, load, larger, splat, store
+from cascadia_p2p.compiled.simd import F32, LANES, larger, load, splat, store
 
 _STEP = 8 * LANES
 
