@@ -9,7 +9,7 @@ from typing import Final
 import psutil
 
 from cascadia_p2p.engine.footprint import EXACT, Footprint
-from cascadia_p2p.engine.kernels.blocks import BLOCK
+from cascadia_p2p.engine.kernels.blocks import BLOCK, NUMBER_BYTES, Storage
 from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
@@ -55,11 +55,12 @@ def weights_by_part(sizes: ModelSizes, layers: range, footprint: Footprint) -> d
     return result | {Part.SMALL: footprint.small_bytes(small)} if small else result
 
 
-def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int) -> int:
-    """Bytes of one layer's keys, values and histories for all promised slots."""
+def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int, storage: Storage = "f32") -> int:
+    """Bytes of one layer's keys, values and histories for all promised slots; histories are float32 always."""
     positions = cached_positions(promise, cache.window, rewind)
     history = _F32 * max(cache.taps - 1 + rewind, 0) * cache.channels
-    return promise.slots * (positions * cache.position_bytes + history)
+    position = cache.position_bytes * NUMBER_BYTES[storage] // NUMBER_BYTES["f32"]
+    return promise.slots * (positions * position + history)
 
 
 def buffer_bytes(layer: LayerSizes, promise: Promise) -> int:

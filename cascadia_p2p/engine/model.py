@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
 from cascadia_p2p.errors import ShardError
@@ -26,11 +27,13 @@ class StagePlan:
         layers: numbers of its decoder layers.
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
+        cache: how keys and values are kept.
     """
 
     layers: range
     promise: Promise
     rewind: int
+    cache: Storage = "f32"
 
 
 class TensorSource(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import numba
 import numpy as np
 from numba.core import codegen
 
@@ -52,8 +53,8 @@ TOGETHER: Final = 4
 _SHARES: Final = 4
 """Fours of vectors that together prefetch a block, sixteen numbers for each row that they multiply."""
 
-_WIDE: Final = "+avx512f" in str(codegen.get_host_cpu_features())
-"""Whether sixteen vectors of sums fit into the registers; otherwise four do."""
+_WIDE: Final = "+avx512f" in (numba.config.CPU_FEATURES or str(codegen.get_host_cpu_features()))
+"""Of what numba compiles for: whether sixteen vectors of sums fit into the registers; otherwise four do."""
 
 _MINUS_INFINITY: Final = np.float32(-np.inf)
 

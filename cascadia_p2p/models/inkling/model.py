@@ -172,7 +172,8 @@ class _Builder:
         scaling = None
         if shape.kind == "global" and c.log_scaling_floor is not None:
             scaling = (c.log_scaling_floor, c.log_scaling_alpha)
-        return Attention(sizes, weights, self._tables[positions], plan.rewind, c.eps, scaling)
+        table = self._tables[positions]
+        return Attention(sizes, weights, table, plan.rewind, c.eps, scaling, plan.cache)
 
     def _convolution(self, number: int, name: str, norm: F32 | None) -> ResidualConvolution:
         c, plan = self.config, self.plan

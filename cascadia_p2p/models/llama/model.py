@@ -162,7 +162,7 @@ class _Builder:
         positions = cached_positions(plan.promise, window, plan.rewind)
         if positions not in self._tables:
             self._tables[positions] = block_table(plan.promise.slots, positions)
-        return RotaryAttention(sizes, weights, self._tables[positions], c.eps)
+        return RotaryAttention(sizes, weights, self._tables[positions], c.eps, plan.cache)
 
     def _maybe(self, there: bool, name: str, width: int) -> F32:
         return self.small(name, width) if there else np.empty(0, np.float32)
