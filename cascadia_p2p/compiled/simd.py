@@ -134,6 +134,11 @@ def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     return builder.select(too_low, _constant(0.0), result)
 
 
+def _emit_choose(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+    low, high, one, other = arguments
+    return builder.select(builder.fcmp_ordered("<", low, high), one, other)
+
+
 def _emit_keep(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     vector, low, high, other = arguments
     inside = builder.and_(_first_lanes(builder, high), builder.not_(_first_lanes(builder, low)))
@@ -331,6 +336,9 @@ fma = cast("Callable[[Lanes, Lanes, Lanes], Lanes]", _operation("vvv", "v", lamb
 
 larger = cast("Callable[[Lanes, Lanes], Lanes]", _operation("vv", "v", lambda b, a: _larger(b, a[0], a[1])))
 """The larger of two in each lane; the second where one is not a number."""
+
+choose = cast("Callable[[Lanes, Lanes, Lanes, Lanes], Lanes]", _operation("vvvv", "v", _emit_choose))
+"""`choose(low, high, one, other)`: lanes of `one` where low < high, of `other` elsewhere."""
 
 exp = cast("Callable[[Lanes], Lanes]", _operation("v", "v", _emit_exp))
 """e to the x, relative error below 3e-7; 0 below -87, infinite above 88, not a number where x is not."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
+from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import ShardError
-from cascadia_p2p.matrices.encoding import StoredMatrix
+from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
 from cascadia_p2p.types import Promise
 
 PartLoaded: TypeAlias = Callable[[str, int, int], None]
@@ -27,13 +29,18 @@ class StagePlan:
         layers: numbers of its decoder layers.
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
-        cache: how keys and values are kept.
+        cache: form of keys and values, float32 or bfloat16.
     """
 
     layers: range
     promise: Promise
     rewind: int
-    cache: Storage = "f32"
+    cache: Encoding = Encoding.F32
+
+    @property
+    def storage(self) -> Storage:
+        """The same, as the kernels of attention call it."""
+        return "bf16" if self.cache is Encoding.BF16 else "f32"
 
 
 class TensorSource(Protocol):
@@ -82,6 +89,20 @@ def checked_matrix(source: TensorSource, name: str, *shape: int) -> StoredMatrix
             "export the model again"
         )
     return matrix
+
+
+def checked_embedding(source: TensorSource, vocab: int, hidden: int) -> F32 | npt.NDArray[np.uint16]:
+    """The embedding [vocab, hidden]: float32, or uint16 that are bfloat16.
+
+    Raises:
+        ShardError: there is none, or it has another shape, or is stored otherwise.
+    """
+    matrix = checked_matrix(source, "embed.weight", vocab, hidden)
+    if matrix.encoding not in (Encoding.F32, Encoding.BF16):
+        raise ShardError(
+            f"the embedding is stored as {matrix.encoding}: expected f32 or bf16; export the model again"
+        )
+    return matrix.codes
 
 
 class Layer(Protocol):
@@ -142,3 +163,6 @@ class StageModel(Protocol):
 
         Float32 [rows, hidden] to [rows, vocab], which holds until the next call.
         """
+
+    def times(self) -> WorkTimes:
+        """What the frames so far have cost, by part; may be asked from any thread."""

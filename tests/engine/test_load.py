@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_world import NO_OPERATIONS, Window, operations, segments
+from fixtures.exports import exact_export as export
 from fixtures.reference import load_case, relative_error
 
 from cascadia_p2p.engine.load import LoadProgress, load_stage
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import CapacityError, ShardError, UsageError
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import OperationKind, SegmentError
@@ -88,8 +88,10 @@ def test_too_little_memory_is_refused_before_anything_is_read(exported: Path) ->
 
 
 def test_what_this_version_can_not_do_is_refused_in_words(exported: Path) -> None:
-    with pytest.raises(UsageError, match="--precision fast is not known here: choose exact"):
-        load_stage(exported, 0, PROMISE, precision="fast")
+    with pytest.raises(UsageError, match="--precision best is not known here: choose exact, fine, fast"):
+        load_stage(exported, 0, PROMISE, precision="best")
+    with pytest.raises(UsageError, match="--cache int8 is not known here: choose f32 or bf16"):
+        load_stage(exported, 0, PROMISE, cache="int8")
     with pytest.raises(UsageError, match=r"--device GPU.*only CPU"):
         load_stage(exported, 0, PROMISE, device="GPU")
     with pytest.raises(UsageError, match="there is no shard 2"):

@@ -86,7 +86,16 @@ def _store4(array: F32, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None
 
 @part
 def _multiply_narrow(
-    left: F32, row: int, step: int, count: int, right: F32, at: int, stride: int, sums: F32, place: int, gap: int
+    left: F32,
+    row: int,
+    step: int,
+    count: int,
+    right: F32,
+    at: int,
+    stride: int,
+    sums: F32,
+    place: int,
+    gap: int,
 ) -> None:
     """Four rows of `left`, `step` apart, times sixteen columns of `right`, added to sums `gap` apart."""
     a, b = load(sums, place), load(sums, place + gap)
@@ -163,7 +172,9 @@ def _multiply(
     """Four rows of `left` times all columns of `right`, whose rows are `stride` apart, added to `sums`."""
     wide = columns // BLOCK * BLOCK if _WIDE else 0
     for c in range(0, wide, BLOCK):
-        _multiply_wide(left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also)
+        _multiply_wide(
+            left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also
+        )
         near += count * LANES
     for c in range(wide, columns, LANES):
         _multiply_narrow(left, row, step, count, right, at + c, stride, sums, place + c, gap)
@@ -215,7 +226,8 @@ def _soften(work: F32, score: int, low: int, high: int, stored: int, records: F3
 
 @part
 def _seen(position: int, window: int, start: int) -> tuple[int, int]:
-    """The offsets, from one to before the other, of a block that a row sees; none where they do not ascend."""
+    """The offsets, from one to before the other, of a block that a row sees; none where they do not
+    ascend."""
     low = max(position - window + 1 - start, 0) if window > 0 else 0
     return low, min(position - start + 1, BLOCK)
 
