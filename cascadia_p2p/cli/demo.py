@@ -20,7 +20,7 @@ from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.local import LocalRing, NodeEvent
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import find_recipe
-from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.encodings import EXACT
 from cascadia_p2p.shards.export import export
 from cascadia_p2p.wire.client import GenerateReply
 
@@ -106,7 +106,7 @@ def _get_model(scratch: Path, nodes: int, console: Console, *, sample: bool) -> 
     else:
         checkpoint = _pull(console)
     console.print(f"splitting it into {nodes} shards ...")
-    export(checkpoint, scratch / "model", shards=nodes, encodings=Encodings())
+    export(checkpoint, scratch / "model", shards=nodes, encodings=EXACT)
     return scratch / "model"
 
 

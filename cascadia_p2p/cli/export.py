@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -20,7 +21,17 @@ from rich.progress import (
 )
 
 from cascadia_p2p.catalog import source_path
-from cascadia_p2p.shards.encodings import Encodings, parse_encoding
+from cascadia_p2p.compiled.compiling import set_threads
+from cascadia_p2p.shards.attenuation import parse_attenuation
+from cascadia_p2p.shards.encodings import (
+    DEFAULT,
+    EMBEDDING,
+    MATRICES,
+    Asked,
+    Choice,
+    Encodings,
+    parse_encoding,
+)
 from cascadia_p2p.shards.export import Progress as Step
 from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
@@ -53,17 +64,50 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--list-files", action="store_true", help="print the files of CHECKPOINT that are needed, and stop"
     )
-    for part, what in (
-        ("experts", "experts and dense MLPs"),
-        ("projections", "attention projections"),
-        ("head", "the vocabulary head"),
+    parser.add_argument(
+        "--attenuate",
+        metavar="LAYER=N,...",
+        help="where results may pass FP16's range, compute a layer's MLP at 2^-N on devices that compute in "
+        "FP16; exact (default: estimated from the weights)",
+    )
+    add_encodings(parser)
+
+
+def add_encodings(parser: argparse.ArgumentParser) -> None:
+    """Give a command the flags on stored forms."""
+    group = parser.add_argument_group(
+        "stored forms",
+        "int4: 4-bit codes, one scale for 32 inputs. int8: 8-bit codes, one scale an output. int8g32: 8-bit "
+        "codes, one scale for 32 inputs. f32: exact, as transformers computes. keep, the default for GGUF "
+        "files: Q4_0, Q4_1, Q5_0 and Q8_0 without loss, other quantised forms of more than 5 bits a weight "
+        "as int8g32, all else as if nothing was said.",
+    )
+    for part, what, allowed in (
+        ("experts", "experts and dense MLPs", MATRICES),
+        ("projections", "attention projections", MATRICES),
+        ("head", "the vocabulary head", MATRICES),
+        ("embedding", "the embedding; keep: bf16 where the file has bf16, else f32", EMBEDDING),
     ):
-        parser.add_argument(
+        usual = DEFAULT.model_dump(mode="json")[part]
+        group.add_argument(
             f"--{part}",
-            default="f32",
-            metavar="ENCODING",
-            help=f"stored form of {what} (default: %(default)s)",
+            metavar="FORM",
+            help=f"{what}: {', '.join(allowed)} (default: {usual}; of GGUF files keep)",
         )
+
+
+def asked_encodings(args: argparse.Namespace) -> Asked:
+    """What the flags ask for.
+
+    Raises:
+        UsageError: a form that is not possible.
+    """
+    found: dict[str, Choice] = {}
+    for part in Encodings.model_fields:
+        text = getattr(args, part)
+        if text is not None:
+            found[part] = parse_encoding(f"--{part}", text, EMBEDDING if part == "embedding" else MATRICES)
+    return cast("Asked", found)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,25 +117,24 @@ def run(args: argparse.Namespace) -> int:
         CascadiaError: as `shards.export.export`.
     """
     split = None if args.split is None else parse_split(args.split)
-    encodings = Encodings(
-        experts=parse_encoding("--experts", args.experts),
-        projections=parse_encoding("--projections", args.projections),
-        head=parse_encoding("--head", args.head),
-    )
+    asked = asked_encodings(args)
+    attenuation = None if args.attenuate is None else parse_attenuation(args.attenuate)
     only = None if args.only_shards is None else parse_shards(args.only_shards)
     if args.list_files:
         for file in needed_files(source_path(args.checkpoint), shards=args.shards, split=split, only=only):
             print(file)
         return 0
-    return _export(args, split, only, encodings)
+    return _export(args, split, only, asked, attenuation)
 
 
 def _export(
     args: argparse.Namespace,
     split: tuple[int, ...] | None,
     only: tuple[int, ...] | None,
-    encodings: Encodings,
+    asked: Asked,
+    attenuation: dict[int, int] | None,
 ) -> int:
+    set_threads(os.cpu_count() or 1)
     console = Console(stderr=True)
     try:
         with _Teller(console) as teller:
@@ -101,7 +144,8 @@ def _export(
                 shards=args.shards,
                 split=split,
                 only=only,
-                encodings=encodings,
+                encodings=asked,
+                attenuation=attenuation,
                 progress=teller.step,
                 note=teller.note,
             )

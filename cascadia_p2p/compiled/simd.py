@@ -134,6 +134,11 @@ def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     return builder.select(too_low, _constant(0.0), result)
 
 
+def _emit_choose(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+    low, high, one, other = arguments
+    return builder.select(builder.fcmp_ordered("<", low, high), one, other)
+
+
 def _emit_keep(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     vector, low, high, other = arguments
     inside = builder.and_(_first_lanes(builder, high), builder.not_(_first_lanes(builder, low)))
@@ -248,6 +253,17 @@ def _broadcast(typing: object, array: object, index: object) -> object:
     return _lanes(array, types.int64), generate
 
 
+def _prefetch(typing: object, array: object, index: object) -> object:
+    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+        # To read, into the second level, data.
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), (pointer, _INT32(0), _INT32(2), _INT32(1)))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
 def _load_bf16(typing: object, array: object, index: object) -> object:
     def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
@@ -301,6 +317,9 @@ broadcast = cast("Callable[[F32, int], Lanes]", intrinsic(_broadcast))
 load_bf16 = cast("Callable[[BF16, int], Lanes]", intrinsic(_load_bf16))
 """`load_bf16(array, index)`: sixteen bfloat16 from a flat index on, widened."""
 
+prefetch = cast("Callable[[F32 | BF16, int], None]", intrinsic(_prefetch))
+"""`prefetch(array, index)`: have the cache line of a flat index brought near; any index will do."""
+
 put = cast("Callable[[F32 | BF16, int, Real], None]", intrinsic(_put))
 """`put(array, index, number)`: store one number as the array keeps it; bfloat16 to nearest, ties to even."""
 
@@ -317,6 +336,9 @@ fma = cast("Callable[[Lanes, Lanes, Lanes], Lanes]", _operation("vvv", "v", lamb
 
 larger = cast("Callable[[Lanes, Lanes], Lanes]", _operation("vv", "v", lambda b, a: _larger(b, a[0], a[1])))
 """The larger of two in each lane; the second where one is not a number."""
+
+choose = cast("Callable[[Lanes, Lanes, Lanes, Lanes], Lanes]", _operation("vvvv", "v", _emit_choose))
+"""`choose(low, high, one, other)`: lanes of `one` where low < high, of `other` elsewhere."""
 
 exp = cast("Callable[[Lanes], Lanes]", _operation("v", "v", _emit_exp))
 """e to the x, relative error below 3e-7; 0 below -87, infinite above 88, not a number where x is not."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
@@ -88,6 +89,20 @@ def checked_matrix(source: TensorSource, name: str, *shape: int) -> StoredMatrix
             "export the model again"
         )
     return matrix
+
+
+def checked_embedding(source: TensorSource, vocab: int, hidden: int) -> F32 | npt.NDArray[np.uint16]:
+    """The embedding [vocab, hidden]: float32, or uint16 that are bfloat16.
+
+    Raises:
+        ShardError: there is none, or it has another shape, or is stored otherwise.
+    """
+    matrix = checked_matrix(source, "embed.weight", vocab, hidden)
+    if matrix.encoding not in (Encoding.F32, Encoding.BF16):
+        raise ShardError(
+            f"the embedding is stored as {matrix.encoding}: expected f32 or bf16; export the model again"
+        )
+    return matrix.codes
 
 
 class Layer(Protocol):

@@ -6,7 +6,8 @@ codes that mean zero.
 
 A block of 4-bit codes is 576 bytes: FP16 scales [2 groups][16 outputs], then
 [2 groups][4 steps][16 outputs][4 bytes], where byte b of step j holds the code of input `8 j + b` of its
-group in the low nibble and of input `8 j + 4 + b` in the high one, each plus 8.
+group in the low nibble and of input `8 j + 4 + b` in the high one, each plus 8. Where codes have an offset
+instead of a sign, they stand without the 8, and 64 bytes of FP16 offsets follow the scales: 640 bytes.
 
 A block of 8-bit codes is 1024 bytes, [16 steps][16 outputs][4 bytes]: byte b of step j is the code of input
 `4 j + b`, plus 128. With one scale an output, float32 scales stand behind all codes of the tensor; with one
@@ -53,6 +54,8 @@ class Encoding(StrEnum):
     """8-bit codes -128 to 127 and an FP16 scale for 32 inputs of an output."""
     INT4 = "int4"
     """4-bit codes -8 to 7 and an FP16 scale for 32 inputs of an output."""
+    INT4_AFFINE = "int4a"
+    """4-bit codes 0 to 15, and an FP16 scale and an FP16 offset for 32 inputs: code x scale + offset."""
 
     @property
     def block_bytes(self) -> int | None:
@@ -60,7 +63,12 @@ class Encoding(StrEnum):
         return _BLOCK_BYTES.get(self)
 
 
-_BLOCK_BYTES: Final = {Encoding.INT4: 576, Encoding.INT8: 1024, Encoding.INT8_GROUPED: 1088}
+_BLOCK_BYTES: Final = {
+    Encoding.INT4: 576,
+    Encoding.INT4_AFFINE: 640,
+    Encoding.INT8: 1024,
+    Encoding.INT8_GROUPED: 1088,
+}
 _NUMBER_BYTES: Final = {Encoding.F32: 4, Encoding.BF16: 2}
 
 

@@ -12,14 +12,18 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cascadia_p2p.errors import CapacityError, CascadiaError, CheckpointError, UsageError
+from cascadia_p2p.matrices.quantise import prepare
 from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.models.layout import TensorPlan, names_in_words
-from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.attenuation import RangeEstimate, check_layers
+from cascadia_p2p.shards.copying import copy
+from cascadia_p2p.shards.encodings import Asked, Encodings
 from cascadia_p2p.shards.files import PART, WholeFile, write_whole
 from cascadia_p2p.shards.fingerprint import fingerprint
 from cascadia_p2p.shards.journal import Journal
 from cascadia_p2p.shards.manifest import (
     EMBED,
+    FORMAT,
     HEAD,
     MANIFEST,
     MOST_SOURCES,
@@ -32,7 +36,7 @@ from cascadia_p2p.shards.manifest import (
     shard_directory,
 )
 from cascadia_p2p.shards.opening import open_source
-from cascadia_p2p.shards.placement import Placed, check_source, copy, place
+from cascadia_p2p.shards.placement import Placed, check_source, place
 from cascadia_p2p.shards.source import Source
 from cascadia_p2p.shards.split import check_split, choose_shards, even_split
 
@@ -62,6 +66,7 @@ class _Work:
     shard: int
     name: str
     plans: tuple[TensorPlan, ...]
+    layer: int | None = None
 
     @property
     def path(self) -> str:
@@ -72,8 +77,8 @@ class _Work:
 class _PlacedWork(_Work):
     """The same, when it is known where each tensor will lie."""
 
-    placed: tuple[Placed, ...]
-    size: int
+    placed: tuple[Placed, ...] = ()
+    size: int = 0
 
 
 def export(
@@ -83,7 +88,8 @@ def export(
     shards: int | None = None,
     split: Sequence[int] | None = None,
     only: Sequence[int] | None = None,
-    encodings: Encodings | None = None,
+    encodings: Encodings | Asked | None = None,
+    attenuation: Mapping[int, int] | None = None,
     progress: Callable[[Progress], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Manifest:
@@ -100,7 +106,9 @@ def export(
         shards: this many, of sizes as even as possible. Either this or `split`.
         split: layers of each shard.
         only: indexes of the shards to write; only the files that hold their tensors have to be there.
-        encodings: stored forms; None is float32 throughout.
+        encodings: stored forms. What is not asked for is as usual: four bits for experts and dense MLPs,
+            eight for projections and head, bfloat16 for the embedding; of GGUF files as in the file.
+        attenuation: exponents by layer, see `Manifest`; layers that are not named have what is estimated.
         progress: told after every piece.
         note: told, in a sentence each, what of the checkpoint is left out.
 
@@ -121,7 +129,9 @@ def export(
             check_source(plan, source)
         _note_rest(model, note)
         try:
-            task = _Task(source, model, sizes, encodings or Encodings(), chosen)
+            task = _Task(
+                source, model, sizes, _decide_encodings(source, encodings), chosen, attenuation or {}
+            )
             return task.run(out, progress or _silent)
         except OSError as error:
             raise _in_words(error, out) from error
@@ -184,13 +194,16 @@ class _Task:
         split: tuple[int, ...],
         encodings: Encodings,
         chosen: tuple[int, ...],
+        attenuation: Mapping[int, int],
     ) -> None:
         self.source = source
         self.model = model
         self.split = split
         self.encodings = encodings
         self.chosen = chosen
-        self.work = [_place(work, encodings) for work in _plan_work(model, split, chosen)]
+        self.attenuation = dict(attenuation)
+        check_layers(self.attenuation, model.config.layers)
+        self.work = [_place(work, encodings, source) for work in _plan_work(model, split, chosen)]
         self.tokenizer = source.tokenizer()
         if len(source.files) > MOST_SOURCES:
             raise CheckpointError(
@@ -210,6 +223,8 @@ class _Task:
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: give a directory to write the shards to")
         self._earlier(out)
+        if any(item.entry.encoding.block_bytes for work in self.work for item in work.placed):
+            prepare()
         work = out / _WORK
         work.mkdir(parents=True, exist_ok=True)
         try:
@@ -244,7 +259,7 @@ class _Task:
         for place_of_file, entry in earlier.files.items() if earlier else ():
             path = out / place_of_file
             if path.is_file() and path.stat().st_size == entry.size:
-                journal.trust(place_of_file, entry)
+                journal.trust(place_of_file, entry, earlier.attenuation_of(place_of_file) if earlier else 0)
         for unfinished in out.glob(f"shard-*/*{PART}"):
             unfinished.unlink()
         self._check_space(out, journal)
@@ -253,12 +268,15 @@ class _Task:
         meter = _Meter(total, sum(entry.size for entry in finished.values()), progress)
         for work in self.work:
             if work.path not in finished:
-                finished[work.path] = self._write_weights(out, work, partial(meter.step, work.path))
-                journal.note(work.path, finished[work.path])
+                finished[work.path], exponent = self._write_weights(out, work, partial(meter.step, work.path))
+                journal.note(work.path, finished[work.path], exponent)
                 meter.finish(work.path, work.size)
         meter.finish(self.work[-1].path, 0)
         for shard in self.chosen:
             finished |= self._write_rest(out, shard)
+        for work in self.work:
+            if work.layer is not None:
+                self.attenuation.setdefault(work.layer, journal.attenuation(work.path))
         manifest = self._write_manifests(out, earlier, finished)
         return manifest, not journal.places <= manifest.files.keys()
 
@@ -271,18 +289,22 @@ class _Task:
                 f"where {bytes_in_words(free)} is free: make room, or choose a directory on another disk"
             )
 
-    def _write_weights(self, out: Path, work: _PlacedWork, step: Callable[[int], None]) -> FileEntry:
+    def _write_weights(
+        self, out: Path, work: _PlacedWork, step: Callable[[int], None]
+    ) -> tuple[FileEntry, int]:
+        """Write one file; also the exponent that is estimated for its layer."""
         path = out / work.path
         path.parent.mkdir(exist_ok=True)
         with WholeFile(path, work.size) as file:
-            copy(self.source, work.placed, file, step)
-            return file.finish()
+            estimate = RangeEstimate()
+            copy(self.source, work.placed, file, step, estimate.watch)
+            return file.finish(), estimate.exponent()
 
     def _write_rest(self, out: Path, shard: int) -> dict[str, FileEntry]:
         """The table and the tokenizer of one shard."""
         directory = shard_directory(shard)
         table = ShardTable(
-            format=1,
+            format=FORMAT,
             fingerprint=self.fingerprint,
             shard=shard,
             files={
@@ -300,20 +322,27 @@ class _Task:
         for shard in self.chosen:
             directory = shard_directory(shard)
             own = {place: entry for place, entry in files.items() if place.startswith(f"{directory}/")}
-            manifest = self._manifest(own, {file: self.samples[file] for file in self.read[shard]})
+            layers = {work.layer for work in self.work if work.shard == shard}
+            exponents = {layer: n for layer, n in self.attenuation.items() if layer in layers}
+            samples = {file: self.samples[file] for file in self.read[shard]}
+            manifest = self._manifest(own, samples, exponents)
             write_whole(out / directory / MANIFEST, manifest.to_bytes())
-        samples: dict[str, str | None] = {}
+        known: dict[str, str | None] = {}
+        exponents = self.attenuation
         if earlier is not None:
             files = {**earlier.files, **files}
-            samples = {file: sample for file, sample in earlier.sources.items() if sample}
+            known = {file: sample for file, sample in earlier.sources.items() if sample}
+            exponents = {int(layer): n for layer, n in earlier.attenuation.items()} | exponents
         # The one beside the shards comes last: where it stands, everything that it lists does.
-        manifest = self._manifest(files, {**samples, **self.samples})
+        manifest = self._manifest(files, {**known, **self.samples}, exponents)
         write_whole(out / MANIFEST, manifest.to_bytes())
         return manifest
 
-    def _manifest(self, files: Mapping[str, FileEntry], samples: Mapping[str, str | None]) -> Manifest:
+    def _manifest(
+        self, files: Mapping[str, FileEntry], samples: Mapping[str, str | None], exponents: Mapping[int, int]
+    ) -> Manifest:
         return Manifest(
-            format=1,
+            format=FORMAT,
             family=self.model.family,
             config=self.model.config.to_json(),
             split=list(self.split),
@@ -322,7 +351,14 @@ class _Task:
             files=dict(files),
             fingerprint=self.fingerprint,
             sources={file: samples.get(file) for file in self.source.files},
+            attenuation={str(layer): n for layer, n in exponents.items() if n},
         )
+
+
+def _decide_encodings(source: Source, asked: Encodings | Asked | None) -> Encodings:
+    if isinstance(asked, Encodings):
+        return asked
+    return source.encodings.model_copy(update=dict(asked or {}))
 
 
 def _decide_split(model: SourceModel, shards: int | None, split: Sequence[int] | None) -> tuple[int, ...]:
@@ -340,20 +376,23 @@ def _plan_work(model: SourceModel, split: Sequence[int], chosen: Sequence[int]) 
     result: list[_Work] = []
     layer = 0
     for shard, count in enumerate(split):
-        parts = [(layer_file(index), model.layout.layers[index]) for index in range(layer, layer + count)]
+        parts = [
+            _Work(shard, layer_file(index), model.layout.layers[index], index)
+            for index in range(layer, layer + count)
+        ]
         layer += count
         if shard == 0:
-            parts.insert(0, (EMBED, model.layout.embed))
+            parts.insert(0, _Work(shard, EMBED, model.layout.embed))
         if shard == len(split) - 1:
-            parts.append((HEAD, model.layout.head))
+            parts.append(_Work(shard, HEAD, model.layout.head))
         if shard in chosen:
-            result += [_Work(shard, name, plans) for name, plans in parts]
+            result += parts
     return result
 
 
-def _place(work: _Work, encodings: Encodings) -> _PlacedWork:
-    placed, size = place(work.plans, encodings)
-    return _PlacedWork(work.shard, work.name, work.plans, placed, size)
+def _place(work: _Work, encodings: Encodings, source: Source) -> _PlacedWork:
+    placed, size = place(work.plans, encodings, source)
+    return _PlacedWork(work.shard, work.name, work.plans, work.layer, placed, size)
 
 
 def _sources(plans: Sequence[TensorPlan]) -> list[str]:

@@ -20,10 +20,13 @@ from cascadia_p2p.models.family import SourceModel
 from cascadia_p2p.models.layout import names_in_words
 from cascadia_p2p.models.llama import metadata as llama_metadata
 from cascadia_p2p.models.llama import names as llama_names
+from cascadia_p2p.shards.encodings import AS_IN_FILE, Encodings
+from cascadia_p2p.shards.gguf_blocks import Groups, take_apart
 from cascadia_p2p.shards.gguf_header import block_sizes, read_gguf_header
 from cascadia_p2p.shards.gguf_tokenizer import end_ids, tokenizer_files
 from cascadia_p2p.shards.manifest import TokenizerFile
 from cascadia_p2p.shards.safetensors import StoredTensor
+from cascadia_p2p.shards.source import SourceForm
 
 SUFFIX: Final = ".gguf"
 
@@ -108,6 +111,22 @@ class GgufSource:
         """See `Source`."""
         return self._tensor(name).shape
 
+    @property
+    def encodings(self) -> Encodings:
+        """See `Source`."""
+        return AS_IN_FILE
+
+    def form(self, name: str) -> SourceForm:
+        """See `Source`."""
+        kind = self._tensor(name).dtype
+        numbers, size = block_sizes(kind)
+        return SourceForm(kind, 8.0 * size / numbers)
+
+    def read_groups(self, name: str, start: int, count: int) -> Groups:
+        """See `Source`; errors as `read`."""
+        kind, data, _ = self._read_blocks(name, start, count)
+        return take_apart(kind, data)
+
     def file_of(self, name: str) -> str:
         """See `Source`."""
         return self._home[name]
@@ -122,13 +141,17 @@ class GgufSource:
         Raises:
             CheckpointError: the file can not be read, or has become shorter.
         """
+        kind, data, before = self._read_blocks(name, start, count)
+        return decode(kind, data)[before : before + count]
+
+    def _read_blocks(self, name: str, start: int, count: int) -> tuple[str, bytes, int]:
+        """The type, the blocks that hold these numbers, and how many others stand before them there."""
         tensor = self._tensor(name)
         numbers, size = block_sizes(tensor.dtype)
         first = start // numbers
         blocks = -(-(start + count) // numbers) - first
         data = self._read_at(self._home[name], tensor.start + first * size, blocks * size, name)
-        before = start - first * numbers
-        return decode(tensor.dtype, data)[before : before + count]
+        return tensor.dtype, data, start - first * numbers
 
     def identity(self) -> object:
         """See `Source`: all files are always here."""

@@ -36,6 +36,7 @@ class _Done(BaseModel):
     size: Size
     sha256: Sha256
     mtime_ns: int
+    attenuation: int = 0
 
 
 class Journal:
@@ -58,6 +59,7 @@ class Journal:
         self._path = path
         self._out = out
         self._done: dict[str, FileEntry] = {}
+        self._attenuation: dict[str, int] = {}
         lines = path.read_bytes().splitlines() if path.exists() else []
         started = _parsed(_Start, lines[0]) if lines else None
         if started is None:
@@ -68,6 +70,7 @@ class Journal:
         for line in lines[1:]:
             if (done := _parsed(_Done, line)) is not None and self._unchanged(done):
                 self._done[done.place] = FileEntry(size=done.size, sha256=done.sha256)
+                self._attenuation[done.place] = done.attenuation
         read = {line.source: line.sample for line in (_parsed(_Read, line) for line in lines) if line}
         if any(read.get(source, sample) != sample for source, sample in sources.items()):
             raise UsageError(_of_another(out))
@@ -83,20 +86,27 @@ class Journal:
         """What was written at a place; None when it has to be written."""
         return self._done.get(place)
 
-    def trust(self, place: str, entry: FileEntry) -> None:
+    def attenuation(self, place: str) -> int:
+        """The exponent that was found for the layer in a finished file."""
+        return self._attenuation.get(place, 0)
+
+    def trust(self, place: str, entry: FileEntry, attenuation: int) -> None:
         """Take a file for done that an earlier manifest lists."""
         self._done.setdefault(place, entry)
+        self._attenuation.setdefault(place, attenuation)
 
-    def note(self, place: str, entry: FileEntry) -> None:
+    def note(self, place: str, entry: FileEntry, attenuation: int) -> None:
         """Remember a file that has just been written."""
         done = _Done(
             place=place,
             size=entry.size,
             sha256=entry.sha256,
             mtime_ns=(self._out / place).stat().st_mtime_ns,
+            attenuation=attenuation,
         )
         self._append(done)
         self._done[place] = entry
+        self._attenuation[place] = attenuation
 
     def _append(self, line: BaseModel) -> None:
         with self._path.open("ab") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Final, Literal, Self, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -14,7 +14,7 @@ from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.family import ModelConfig, read_exported
 from cascadia_p2p.shards.encodings import Encodings
 
-FORMAT = 1
+FORMAT: Final = 2
 MOST_SOURCES = 4096
 MANIFEST = "manifest.json"
 TABLE = "shard.json"
@@ -63,18 +63,21 @@ class Manifest(BaseModel):
         family: model family.
         config: the model's config, every value explicit.
         split: layers of each shard.
-        encodings: stored forms.
+        encodings: stored forms as they were asked for; each tensor's own is in its shard's table.
         tokenizer: files of the tokenizer, present in every shard's directory.
         files: by `shard-NN/NAME`.
         fingerprint: the same for all exports of one model with one split and the same encodings and
             tokenizer, wherever which shards of it were exported; nodes of one ring must agree on it.
         sources: every file of the checkpoint, with a sample of those that the listed shards were read
             from. Shards of one model agree on every file that both were read from.
+        attenuation: for layers that may pass FP16's range, by number: a backend that computes in FP16
+            multiplies the up scales by 2^-n and the result by 2^n. Exact, so nodes need not agree on it and
+            the fingerprint does not cover it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1]
+    format: Literal[2]
     family: Annotated[str, StringConstraints(max_length=64)]
     config: dict[str, object]
     split: Annotated[list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=4096)]
@@ -83,6 +86,9 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     fingerprint: Sha256
     sources: Annotated[dict[SourceFile, Sample | None], Field(max_length=MOST_SOURCES)] = {}
+    attenuation: dict[
+        Annotated[str, StringConstraints(pattern=r"^[0-9]{1,4}$")], Annotated[int, Field(ge=1, le=24)]
+    ] = {}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -115,6 +121,11 @@ class Manifest(BaseModel):
         """The shards whose files this manifest knows."""
         found = {place.partition("/")[0] for place in self.files}
         return tuple(shard for shard in range(self.shards) if shard_directory(shard) in found)
+
+    def attenuation_of(self, place: str) -> int:
+        """The exponent of the layer in a file, as `shard-NN/NAME`; 0 for all other files."""
+        layers = {layer_file(int(layer)): n for layer, n in self.attenuation.items()}
+        return layers.get(place.rpartition("/")[2], 0)
 
     def layers_of(self, shard: int) -> range:
         """The layers of one shard."""
@@ -173,7 +184,7 @@ class Manifest(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """Where a tensor lies in its file: row-major, little endian, 64-byte aligned."""
+    """Where a tensor lies in its file: little endian, 64-byte aligned."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -188,7 +199,7 @@ class ShardTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1]
+    format: Literal[2]
     fingerprint: Sha256
     shard: Annotated[int, Field(ge=0, le=4096)]
     files: dict[str, dict[str, TensorEntry]]

@@ -128,6 +128,10 @@ class ShardReader:
         """Bytes of all tensors here, as stored."""
         return sum(entry.nbytes for tensors in self._table.files.values() for entry in tensors.values())
 
+    def attenuation(self, layer: int) -> int:
+        """The n of a layer whose up scales a backend that computes in FP16 multiplies by 2^-n; mostly 0."""
+        return self.manifest.attenuation.get(str(layer), 0)
+
     def entry(self, name: str) -> TensorEntry:
         """Shape, encoding and place of a tensor.
 

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.models.family import SourceModel, read_source
 from cascadia_p2p.shards import nvfp4
+from cascadia_p2p.shards.encodings import DEFAULT, Encodings
+from cascadia_p2p.shards.gguf_blocks import Groups
 from cascadia_p2p.shards.manifest import TOKENIZER_FILES, TokenizerFile
 from cascadia_p2p.shards.safetensors import Checkpoint, read_json_object
 
@@ -23,6 +25,19 @@ QUANTISATION = "hf_quant_config.json"
 
 # In a weight of this name rows of gate and up take turns.
 _PAIRED = re.compile(r"(?:^|[._])w13_weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceForm:
+    """How a checkpoint keeps a tensor.
+
+    Args:
+        kind: by the file format's name, as BF16, NVFP4, Q4_0.
+        bits: that a number takes.
+    """
+
+    kind: str
+    bits: float
 
 
 class Source(Protocol):
@@ -59,6 +74,13 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's sizes; only of tensors that can be read here."""
 
+    @property
+    def encodings(self) -> Encodings:
+        """How its tensors are stored unless something else is asked for."""
+
+    def form(self, name: str) -> SourceForm:
+        """How a tensor is kept; only of tensors that can be read here."""
+
     def file_of(self, name: str) -> str:
         """The file to name when something is wrong with a tensor."""
 
@@ -67,6 +89,9 @@ class Source(Protocol):
 
     def read(self, name: str, start: int, count: int) -> npt.NDArray[np.float32]:
         """Numbers `start` to `start + count` of a tensor in row-major order, as float32 [count]."""
+
+    def read_groups(self, name: str, start: int, count: int) -> Groups:
+        """The same of a tensor in one of the `LOSSLESS` forms, as codes and scales of whole groups."""
 
     def identity(self) -> object:
         """JSON that is the same wherever a part of this checkpoint is, and of no other if that can be."""
@@ -145,6 +170,22 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         """See `Source`."""
         return self._weight(name).shape if name in self._parts else self._checkpoint.shape(name)
+
+    @property
+    def encodings(self) -> Encodings:
+        """See `Source`."""
+        return DEFAULT
+
+    def form(self, name: str) -> SourceForm:
+        """See `Source`."""
+        if name in self._parts:
+            return SourceForm("NVFP4", 4.0 + 8.0 / nvfp4.GROUP)
+        stored = self._checkpoint.tensor(name)
+        return SourceForm(stored.dtype, 8.0 * stored.nbytes / max(1, stored.count))
+
+    def read_groups(self, name: str, start: int, count: int) -> Groups:
+        """None of the forms of safetensors files is `LOSSLESS`."""
+        raise NotImplementedError(name)
 
     def file_of(self, name: str) -> str:
         """See `Source`."""

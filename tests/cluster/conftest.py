@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fixtures.reference import Case, load_case
 
-from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.encodings import EXACT
 from cascadia_p2p.shards.export import export
 
 Shards = Callable[..., Path]
@@ -25,7 +25,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
         if key not in made:
             root = tmp_path_factory.mktemp(f"{case.name}-{len(split)}")
             checkpoint = case.build(root / "checkpoint", spelling)
-            export(checkpoint, root / "model", split=split, encodings=Encodings())
+            export(checkpoint, root / "model", split=split, encodings=EXACT)
             made[key] = root / "model"
         return made[key]
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from cluster.fleet import fleet
+from fixtures.exports import exact_export as export
 from fixtures.reference import load_case
 
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.errors import MismatchError
 from cascadia_p2p.sample.checkpoint import make_checkpoint
-from cascadia_p2p.shards.export import export, needed_files
+from cascadia_p2p.shards.export import needed_files
 
 SPLIT = (4, 4, 4)
 FILES = 60

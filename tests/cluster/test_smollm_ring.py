@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from cluster.fleet import fleet
+from fixtures.exports import exact_export as export
 from fixtures.smollm import load_prompts
 
 from cascadia_p2p.client import AsyncClient
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.wire.client import GenerateReply
 
 NEW_TOKENS = 16

@@ -20,7 +20,7 @@ from fixtures.reference import load_case
 from cascadia_p2p.client import AsyncClient, Client, Messages
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, UsageError
 from cascadia_p2p.sample.tokenizer import tokenizer_json
-from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.encodings import EXACT
 from cascadia_p2p.shards.export import export
 
 CASE = load_case("tiny12")
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("many-scripts")
     checkpoint = CASE.build(root / "checkpoint")
     (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer()))
-    export(checkpoint, root / "model", split=(5, 7), encodings=Encodings())
+    export(checkpoint, root / "model", split=(5, 7), encodings=EXACT)
     return root / "model"
 
 

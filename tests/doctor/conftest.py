@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures.exports import exact_export as export
 from fixtures.reference import load_case
 
 from cascadia_p2p.local import LocalRing
-from cascadia_p2p.shards.export import export
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import psutil
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cascadia_p2p.engine.kernels.attention import Attention, AttentionSizes, AttentionWeights
 from cascadia_p2p.engine.kernels.convolution import ResidualConvolution
-from cascadia_p2p.engine.kernels.norms import embed, normalise
+from cascadia_p2p.engine.kernels.norms import embed, look_up, normalise
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
@@ -68,6 +69,15 @@ def test_embedding(rows: int, width: int, seed: int) -> None:
     ids = rng.integers(0, 9, rows).astype(np.int32)
     out = np.full((rows, width), np.nan, np.float32)
     embed(ids, words, weight, EPS, out)
+    stored = words.astype(ml_dtypes.bfloat16)
+    rounded, whole = np.empty_like(out), np.empty_like(out)
+    embed(ids, stored.view(np.uint16), weight, EPS, rounded)
+    embed(ids, stored.astype(np.float32), weight, EPS, whole)
+    assert np.array_equal(rounded, whole)
+    look_up(ids, stored.view(np.uint16), rounded)
+    assert np.array_equal(rounded, stored[ids].astype(np.float32))
+    look_up(ids, words, rounded)
+    assert np.array_equal(rounded, words[ids])
     close(out, rms(words[ids], weight))
 
 

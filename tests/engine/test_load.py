@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_world import NO_OPERATIONS, Window, operations, segments
+from fixtures.exports import exact_export as export
 from fixtures.reference import load_case, relative_error
 
 from cascadia_p2p.engine.load import LoadProgress, load_stage
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import CapacityError, ShardError, UsageError
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import OperationKind, SegmentError

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_world import PROMISE, Ring, SampleWeights
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.models.inkling.names import Spelling
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.nvfp4 import Nvfp4
 from cascadia_p2p.sample.recipe import Recipe
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.reader import ShardReader
 
 RECIPE = Recipe("published", layers=7, dense_layers=2)

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_world import F32, Stages
+from fixtures.exports import exact_export as export
 from fixtures.reference import relative_error
 from fixtures.smollm import SmolPrompt, kept_ids, load_prompts
 
 from cascadia_p2p.engine.load import load_stage
 from cascadia_p2p.matrices.encoding import StoredMatrix
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Promise

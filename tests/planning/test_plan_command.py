@@ -10,12 +10,12 @@ import orjson
 import psutil
 import pytest
 from fixtures.dense import MODELS, make_dense
+from fixtures.exports import exact_export as export
 from fixtures.gguf_files import write_gguf
 from fixtures.reference import load_case
 from planning_world import CONFIGS, node
 
 from cascadia_p2p.cli import main
-from cascadia_p2p.shards.export import export
 
 BIG = str(CONFIGS / "inkling-975b")
 ELEVEN = ("--nodes", "11", "--memory", "64GB", "--context", "1024")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import Recipe
-from cascadia_p2p.shards.export import export
 
 SMALL = Recipe("small", layers=7, hidden=32, experts=5, chosen=2, expert_width=8, dense_width=24)
 

@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.errors import CapacityError, CheckpointError, UsageError
 from cascadia_p2p.sample.checkpoint import Encoding, make_checkpoint, write_safetensors
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
+from cascadia_p2p.shards import copying
 from cascadia_p2p.shards import export as export_module
-from cascadia_p2p.shards import placement
-from cascadia_p2p.shards.encodings import Encodings, parse_encoding
-from cascadia_p2p.shards.export import Progress, export
+from cascadia_p2p.shards.encodings import EMBEDDING, Encodings, parse_encoding
+from cascadia_p2p.shards.export import Progress
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.shards.safetensors import Checkpoint
@@ -67,7 +68,7 @@ def test_the_size_of_a_piece_changes_nothing(
 ) -> None:
     recipe = replace(small, layers=3, experts=3, vocab=272, vocab_valid=272, extent=16)
     source = make_checkpoint(tmp_path / "in", recipe, spelling="A")
-    monkeypatch.setattr(placement, "PIECE_NUMBERS", piece * recipe.hidden // 2)
+    monkeypatch.setattr(copying, "PIECE_NUMBERS", piece * recipe.hidden // 2)
     export(source, tmp_path / "out", shards=1)
     found = all_tensors(tmp_path / "out")
     for name, values in expected_tensors(recipe, "F32").items():
@@ -228,13 +229,11 @@ def test_another_export_is_not_overwritten(tmp_path: Path, exported: Path, check
     assert not (exported / ".export").exists()
 
 
-@pytest.mark.parametrize("text", ["int4", "int8", "bf16"])
-def test_encodings_of_later_versions_are_refused_in_words(text: str) -> None:
-    with pytest.raises(UsageError, match=f"--experts {text} comes with a later version: use f32"):
-        parse_encoding("--experts", text)
-
-
-def test_an_unknown_encoding_is_named() -> None:
-    with pytest.raises(UsageError, match="--head 'q4_k' is no encoding: expected f32"):
-        parse_encoding("--head", "q4_k")
-    assert Encodings(head=parse_encoding("--head", "f32")) == Encodings()
+def test_an_encoding_that_is_not_possible_is_named() -> None:
+    matrices = "expected one of int4, int8, int8g32, f32, keep"
+    for flag, text in (("--head", "q4_k"), ("--experts", "bf16"), ("--projections", "int4a")):
+        with pytest.raises(UsageError, match=f"{flag} '{text}' is not possible: {matrices}"):
+            parse_encoding(flag, text)
+    with pytest.raises(UsageError, match="--embedding 'int8' is not possible: expected one of bf16"):
+        parse_encoding("--embedding", "int8", EMBEDDING)
+    assert Encodings(projections=parse_encoding("--projections", "int4")).projections == "int4"

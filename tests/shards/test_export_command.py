@@ -37,8 +37,10 @@ def test_one_way_to_split_must_be_given(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_flags_are_judged_before_the_checkpoint_is_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--projections int8 comes with a later version"):
-        run(tmp_path / "absent", tmp_path / "out", "--shards", "2", "--projections", "int8")
+    with pytest.raises(UsageError, match="--projections 'int5' is not possible"):
+        run(tmp_path / "absent", tmp_path / "out", "--shards", "2", "--projections", "int5")
+    with pytest.raises(UsageError, match="--attenuate has '8': expected LAYER=N"):
+        run(tmp_path / "absent", tmp_path / "out", "--shards", "2", "--attenuate", "8")
     with pytest.raises(UsageError, match="--split has 'six' at place 1"):
         run(tmp_path / "absent", tmp_path / "out", "--split", "six")
 

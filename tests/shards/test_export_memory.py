@@ -29,8 +29,8 @@ def test_the_peak_is_far_below_one_stack(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"([\d.]+) GB exported: peak (\d+) MiB", done.stdout)
+    found = re.search(r"([\d.]+) MB exported: peak (\d+) MiB", done.stdout)
     assert found is not None, done.stdout
     # Gate and up of two experts alone are 302 MB in one tensor of the checkpoint.
-    assert float(found[1]) > 1.3
+    assert float(found[1]) > 250
     assert 20 < int(found[2]) <= LIMIT_MIB

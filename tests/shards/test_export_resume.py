@@ -13,6 +13,7 @@ from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import files
+from cascadia_p2p.shards.encodings import EXACT
 from cascadia_p2p.shards.export import Progress, export
 from cascadia_p2p.shards.journal import Journal
 from cascadia_p2p.shards.manifest import FileEntry
@@ -57,7 +58,7 @@ def test_an_export_stopped_again_and_again_gets_done(tmp_path: Path, checkpoint:
     longest = 0
     for attempt in range(200):
         try:
-            export(checkpoint, tmp_path / "out", shards=2, progress=Stop(30))
+            export(checkpoint, tmp_path / "out", shards=2, progress=Stop(40))
             break
         except KeyboardInterrupt:
             longest = attempt
@@ -122,7 +123,7 @@ def test_a_complete_export_is_mended_file_by_file(exported: Path, checkpoint: Pa
     (exported / "shard-02" / "head.weights").write_bytes(b"short")
     kept = exported / "shard-00" / "layer-000.weights"
     before = kept.stat().st_mtime_ns
-    export(checkpoint, exported, split=(3, 2, 2))
+    export(checkpoint, exported, split=(3, 2, 2), encodings=EXACT)
     assert tree(exported) == expected
     assert kept.stat().st_mtime_ns == before
 
@@ -168,14 +169,15 @@ def test_a_journal_that_was_cut_is_read_up_to_the_cut(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     sources = {"one.safetensors": "1" * 16}
     journal = Journal(path, tmp_path, "0" * 64, sources)
-    journal.note("a", entry["a"])
+    journal.note("a", entry["a"], 3)
     whole = path.read_bytes()
-    journal.note("b", entry["b"])
+    journal.note("b", entry["b"], 0)
     for length in range(len(whole), len(path.read_bytes()) - 2):
         cut = tmp_path / "cut"
         cut.write_bytes(path.read_bytes()[:length])
         found = Journal(cut, tmp_path, "0" * 64, sources)
         assert found.finished("a") == entry["a"]
+        assert (found.attenuation("a"), found.attenuation("b")) == (3, 0)
         assert found.finished("b") is None
-        found.note("b", entry["b"])
+        found.note("b", entry["b"], 0)
         assert Journal(cut, tmp_path, "0" * 64, sources).finished("b") == entry["b"]

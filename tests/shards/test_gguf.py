@@ -12,14 +12,14 @@ import gguf
 import numpy as np
 import pytest
 from fixtures.dense import MODELS, Dense, dense_tensors, make_dense
+from fixtures.exports import exact_export as export
 from fixtures.gguf_files import F32, Kind, close, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.models.llama.config import LlamaConfig
-from cascadia_p2p.shards import placement
-from cascadia_p2p.shards.export import export
+from cascadia_p2p.shards import copying
 from cascadia_p2p.shards.gguf import GgufSource, decode
 from cascadia_p2p.shards.gguf_header import block_sizes, read_gguf_header
 from cascadia_p2p.shards.manifest import Manifest
@@ -113,7 +113,7 @@ def test_the_size_of_a_piece_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     source = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"])
-    monkeypatch.setattr(placement, "PIECE_NUMBERS", piece)
+    monkeypatch.setattr(copying, "PIECE_NUMBERS", piece)
     export(source, tmp_path / "out", shards=1)
     for name, values in dense_tensors(MODELS["llama-tied"]).items():
         np.testing.assert_array_equal(all_tensors(tmp_path / "out")[name], values, err_msg=name)

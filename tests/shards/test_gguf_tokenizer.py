@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from fixtures.dense import MODELS
+from fixtures.exports import exact_export as export
 from fixtures.gguf_files import write_gguf
 from fixtures.smollm import HERE, PROMPTS, TEXTS, load_prompts, load_texts
 
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.sample.tokenizer import tokenizer_json
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.gguf import GgufSource
 from cascadia_p2p.shards.gguf_tokenizer import end_ids, tokenizer_files
 from cascadia_p2p.shards.manifest import Manifest

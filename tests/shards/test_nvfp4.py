@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from fixtures.exports import exact_export as export
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_export import all_tensors
@@ -21,7 +22,6 @@ from cascadia_p2p.sample.checkpoint import make_checkpoint, write_safetensors
 from cascadia_p2p.sample.nvfp4 import Naming, Nvfp4
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import nvfp4
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.safetensors import Checkpoint
 from cascadia_p2p.shards.source import SafetensorsSource
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.exports import exact_export as export
 
 from cascadia_p2p.errors import ShardError, UsageError
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.shards import reader as reader_module
-from cascadia_p2p.shards.export import export
 from cascadia_p2p.shards.manifest import Manifest
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress, held_shards
 
@@ -123,7 +123,7 @@ def remove_layer(manifest: dict[str, object]) -> None:
         (remove_layer, r"is damaged: it does not list shard-01/layer-003\.weights"),
         (lambda m: m.update(split=[3, 2, 1]), "the split adds up to 6 layers, the config has 7"),
         (lambda m: m.update(split=[3, 0, 4]), r"split\.1: Input should be greater than or equal to 1"),
-        (lambda m: m.update(format=2), "has format 2, this version reads 1"),
+        (lambda m: m.update(format=1), "has format 1, this version reads 2"),
         (lambda m: m.update(family="gpt"), "model family 'gpt' is not known"),
         (lambda m: m.update(tokenizer=["../../secret"]), r"tokenizer\.0: Input should be 'tokenizer\.json'"),
         (lambda m: m.update(more=1), "more: Extra inputs are not permitted"),

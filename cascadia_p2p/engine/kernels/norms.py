@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import (
@@ -21,6 +23,9 @@ from cascadia_p2p.compiled.simd import (
 )
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.rows import I32
+
+U16: TypeAlias = npt.NDArray[np.uint16]
+U32: TypeAlias = npt.NDArray[np.uint32]
 
 
 @part
@@ -51,6 +56,14 @@ def _normalise(x: F32, weight: F32, eps: float, divisor: float, out: F32) -> Non
         scale_row(x, row * width, weight, factor, divisor, out, row * width)
 
 
+@kernel("(int32[::1], uint16[:,::1], uint32[:,::1])")
+def _look_up_bf16(ids: I32, table: U16, bits: U32) -> None:
+    """Bfloat16 is the upper half of a float32."""
+    for row in range(ids.shape[0]):
+        for c in range(table.shape[1]):
+            bits[row, c] = np.uint32(table[ids[row], c]) << np.uint32(16)
+
+
 @kernel("(int32[::1], float32[:,::1], float32[::1], float64, float32[:,::1])")
 def _embed(ids: I32, table: F32, weight: F32, eps: float, out: F32) -> None:
     width = weight.shape[0]
@@ -75,16 +88,35 @@ def normalise(x: F32, weight: F32, eps: float, out: F32, divisor: float = 1.0) -
     _normalise(x, weight, eps, divisor, out)
 
 
-def embed(ids: I32, table: F32, weight: F32, eps: float, out: F32) -> None:
+def look_up(ids: I32, table: F32 | U16, out: F32) -> None:
+    """Look rows of an embedding up.
+
+    Args:
+        ids: int32 [rows], each 0 to vocabulary - 1; the caller has checked that.
+        table: [vocabulary, width], float32, or uint16 that are bfloat16.
+        out: float32 [rows, width].
+    """
+    expect("out", out, (len(ids), table.shape[1]))
+    if table.dtype == np.uint16:
+        _look_up_bf16(ids, cast("U16", table), out.view(np.uint32))
+    else:
+        np.take(table, ids, axis=0, out=out, mode="clip")
+
+
+def embed(ids: I32, table: F32 | U16, weight: F32, eps: float, out: F32) -> None:
     """Look rows of an embedding up, and normalise them.
 
     Args:
         ids: int32 [rows], each 0 to vocabulary - 1; the caller has checked that.
-        table: float32 [vocabulary, width].
+        table: [vocabulary, width], float32, or uint16 that are bfloat16.
         weight: float32 [width], of the norm.
         eps: added to the mean of squares.
         out: float32 [rows, width].
     """
     expect("weight", weight, (table.shape[1],))
     expect("out", out, (len(ids), table.shape[1]))
-    _embed(ids, table, weight, eps, out)
+    if table.dtype == np.uint16:
+        look_up(ids, table, out)
+        _normalise(out, weight, eps, 1.0, out)
+    else:
+        _embed(ids, cast("F32", table), weight, eps, out)

@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from cascadia_p2p.compiled.addresses import call, floats
 from cascadia_p2p.compiled.compiling import address, part
-from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int8, dot_int8_grouped
+from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int4_affine, dot_int8, dot_int8_grouped
 from cascadia_p2p.engine.kernels.exact_dots import (
     MOST_ROWS,
     exact_dot_f32,
     exact_dot_int4,
+    exact_dot_int4_affine,
     exact_dot_int8,
     exact_dot_int8_grouped,
 )
@@ -31,10 +32,11 @@ from cascadia_p2p.matrices.encoding import INPUTS, OUTPUTS, Encoding, StoredMatr
 EXACT: Final = 0
 """Planes of float32 activations."""
 
-_F32, _INT4, _INT8, _GROUPED = 0, 1, 2, 3
+_F32, _INT4, _INT8, _GROUPED, _AFFINE = range(5)
 _KINDS: Final[dict[Encoding, tuple[int, Callable[..., None] | None, Callable[..., None]]]] = {
     Encoding.F32: (_F32, None, exact_dot_f32),
     Encoding.INT4: (_INT4, dot_int4, exact_dot_int4),
+    Encoding.INT4_AFFINE: (_AFFINE, dot_int4_affine, exact_dot_int4_affine),
     Encoding.INT8: (_INT8, dot_int8, exact_dot_int8),
     Encoding.INT8_GROUPED: (_GROUPED, dot_int8_grouped, exact_dot_int8_grouped),
 }

@@ -26,6 +26,7 @@ from cascadia_p2p.engine.model import (
     PartLoaded,
     StagePlan,
     TensorSource,
+    checked_embedding,
     checked_matrix,
     checked_tensor,
 )
@@ -74,7 +75,7 @@ class InklingStageModel:
                 progress(part, loaded, parts)
 
         if self.first:
-            self._embedding = checked_tensor(source, "embed.weight", config.vocab, config.hidden)
+            self._embedding = checked_embedding(source, config.vocab, config.hidden)
             self._embedding_norm = build.small("embed.norm", config.hidden)
             done("embedding")
         self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)

@@ -9,7 +9,7 @@ import numpy as np
 from cascadia_p2p.engine.compiled_layers import CompiledLayers, LayerParts, Steps
 from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.kernels.llama_steps import add_row, append_step, attend_step
-from cascadia_p2p.engine.kernels.norms import normalise
+from cascadia_p2p.engine.kernels.norms import look_up, normalise
 from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
 from cascadia_p2p.engine.kernels.rows import RowTable
@@ -19,6 +19,7 @@ from cascadia_p2p.engine.model import (
     PartLoaded,
     StagePlan,
     TensorSource,
+    checked_embedding,
     checked_matrix,
     checked_tensor,
 )
@@ -66,7 +67,7 @@ class LlamaStageModel:
                 progress(part, loaded, parts)
 
         if self.first:
-            self._embedding = checked_tensor(source, "embed.weight", config.vocab, config.hidden)
+            self._embedding = checked_embedding(source, config.vocab, config.hidden)
             done("embedding")
         self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)
         if isinstance(backend, KernelBackend):
@@ -93,7 +94,7 @@ class LlamaStageModel:
         return self._layers
 
     def embed(self, ids: I32, x: F32) -> None:
-        x[...] = self._embedding[ids]
+        look_up(ids, self._embedding, x)
 
     def enter(self, rows: RowTable, x: F32) -> None:
         clock = self._workspace.clock
