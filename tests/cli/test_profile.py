@@ -67,7 +67,6 @@ def test_the_parts_of_a_first_shard(run: Run, model: Path, tmp_path: Path, bus: 
         assert each.frames >= 5
         busy = {part for part, seconds in each.parts.items() if seconds > 0}
         assert busy == {part.value for part in WorkPart} - {"head"}
-        assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=0.5)
     for rows in (1, 4):
         (frame,) = (each for each in node.frames if (each.kind, each.rows) == ("decode", rows))
         whole = 3 * times(node)[Timed.SPARSE, rows] + 2 * times(node)[Timed.DENSE, rows]
