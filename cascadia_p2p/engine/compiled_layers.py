@@ -48,9 +48,6 @@ from cascadia_p2p.matrices.encoding import StoredMatrix
 Step: TypeAlias = Callable[..., None]
 """A kernel that the program calls by address."""
 
-_BATCH_BYTES: Final = 64 * 2**20
-"""Weights of one call of the program, about: small layers are too short to return to Python behind each."""
-
 
 @dataclass(frozen=True, slots=True)
 class Steps:
@@ -121,6 +118,7 @@ class CompiledLayers:
         normed: float32 [rows, hidden] for most rows a frame; holds the normed rows when a frame begins.
         angles: cosines and sines of the rows' angles, float32 [rows, pairs]; None for a family without.
         clock: counts time by part.
+        call_bytes: weights that one call takes, about.
     """
 
     def __init__(
@@ -131,6 +129,7 @@ class CompiledLayers:
         normed: F32,
         angles: tuple[F32, F32] | None,
         clock: WorkClock,
+        call_bytes: int,
     ) -> None:
         self._threads = compiling.threads()
         self._planes = planes
@@ -145,7 +144,7 @@ class CompiledLayers:
         self._matrices = self._tables.matrices.records()
         self._scratch = self._workspace.array(np.float32, self._threads, 4 * 8 * 16)
         self._ticks = np.zeros(len(PARTS), np.int64)
-        batches = _batches(parts)
+        batches = _batches(parts, call_bytes)
         self.batches = tuple(Batch(self, batch, parts[batch.start].number) for batch in batches)
         longest = max(len(batch) for batch in batches)
         self._counters = new_counters(longest * LAYER_PHASES + 1)
@@ -356,13 +355,13 @@ def _members(part: LayerParts) -> int:
     return _count(part.always) + (0 if part.routed is None else _count(part.routed))
 
 
-def _batches(parts: Sequence[LayerParts]) -> tuple[range, ...]:
-    """Places of layers that one call of the program takes."""
+def _batches(parts: Sequence[LayerParts], call_bytes: int) -> tuple[range, ...]:
+    """Places of layers that one call of the program takes, so many bytes of weights or more."""
     batches: list[range] = []
     start = size = 0
     for place, part in enumerate(parts):
         size += part.weight_bytes
-        if size >= _BATCH_BYTES or place + 1 == len(parts):
+        if size >= call_bytes or place + 1 == len(parts):
             batches.append(range(start, place + 1))
             start, size = place + 1, 0
     return tuple(batches)

@@ -30,12 +30,15 @@ class StagePlan:
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
         cache: form of keys and values, float32 or bfloat16.
+        call_bytes: weights that one call of compiled layers takes, about. Small layers are too short to
+            return to Python behind each.
     """
 
     layers: range
     promise: Promise
     rewind: int
     cache: Encoding = Encoding.F32
+    call_bytes: int = 64 * 2**20
 
     @property
     def storage(self) -> Storage:
@@ -106,14 +109,14 @@ def checked_embedding(source: TensorSource, vocab: int, hidden: int) -> F32 | np
 
 
 class Layer(Protocol):
-    """One decoder layer with its caches."""
+    """One decoder layer with its caches, or several that are computed in one call."""
 
     @property
     def number(self) -> int:
-        """Its place in the whole model."""
+        """The first one's place in the whole model."""
 
     def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
-        """Compute the layer in place.
+        """Compute in place.
 
         Args:
             rows: whose rows these are, and at which positions.

@@ -109,7 +109,7 @@ class Stages:
         self.stages = [
             Stage(
                 build(
-                    StagePlan(range(end - count, end), promise, rewind),
+                    StagePlan(range(end - count, end), promise, rewind, call_bytes=1),
                     source,
                     backend_for(precision, promise.rows, threads),
                     None,
@@ -188,5 +188,7 @@ class Ring(Stages):
         weights: SampleWeights | None = None,
         threads: int = 1,
         rewind: int = 16,
+        precision: str = "exact",
     ) -> None:
-        super().__init__(recipe.config(), split, weights or sample_weights(recipe), promise, threads, rewind)
+        source = weights or sample_weights(recipe)
+        super().__init__(recipe.config(), split, source, promise, threads, rewind, precision)

@@ -179,11 +179,13 @@ ROOMY = Recipe(
 ROOMY_PROMISE = Promise(slots=128, context=8192, rows=16)
 GROWTH = """
 import psutil
+from cascadia_p2p.compiled import compiling
 from engine_world import Ring, sample_weights
 from test_memory import ROOMY, ROOMY_PROMISE
 sample_weights(ROOMY)
+compiling.warm_up()
 before = psutil.Process().memory_info().rss
-ring = Ring(ROOMY, (6,), ROOMY_PROMISE)
+ring = Ring(ROOMY, (6,), ROOMY_PROMISE, precision="openvino")
 assert ring.stages[0].held(0) == 0
 print(psutil.Process().memory_info().rss - before)
 """

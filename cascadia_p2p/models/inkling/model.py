@@ -166,7 +166,8 @@ class _Builder:
             done(f"layer {number}")
         storage = self.plan.storage
         steps = Steps(append_step(storage), attend_step(storage), add_row, remember_attention, remember_sum)
-        return CompiledLayers(parts, steps, planes, self.workspace.whole.normed, None, self.workspace.clock)
+        work, size = self.workspace, self.plan.call_bytes
+        return CompiledLayers(parts, steps, planes, work.whole.normed, None, work.clock, size)
 
     def _layer(self, number: int) -> InklingLayer:
         c, at = self.config, f"layers.{number}."

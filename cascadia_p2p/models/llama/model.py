@@ -149,7 +149,8 @@ class _Builder:
         storage, whole = self.plan.storage, self.workspace.whole
         steps = Steps(append_step(storage), attend_step(storage), add_row)
         angles = (whole.cosines, whole.sines)
-        return CompiledLayers(parts, steps, planes, whole.normed, angles, self.workspace.clock)
+        clock, size = self.workspace.clock, self.plan.call_bytes
+        return CompiledLayers(parts, steps, planes, whole.normed, angles, clock, size)
 
     def _layer(self, number: int) -> LlamaLayer:
         at = f"layers.{number}."
