@@ -85,12 +85,6 @@ def _path(value: object) -> Path | None:
     return Path(value).expanduser()
 
 
-def _precision(value: object) -> object:
-    if value in ("fine", "fast"):
-        raise ValueError(f"'{value}' is not part of this version yet: leave it out, or give 'exact'")
-    return value
-
-
 def _bind(value: object) -> object:
     if value in ("0.0.0.0", "::", "*"):
         raise ValueError(
@@ -171,8 +165,13 @@ class Config(_Section):
         pattern=r"^[A-Z]+(\.[0-9]+)?$",
         description="where the matrices are computed: CPU, GPU, GPU.1, ...",
     )
-    precision: Annotated[Literal["exact"], BeforeValidator(_precision)] = Field(
-        "exact", description="exact: FP32 activations"
+    precision: Literal["exact", "fine", "fast"] = Field(
+        "fine",
+        description="of activations in products: exact is FP32, fine two 8-bit planes, fast one; weights "
+        "that are stored as FP32 are always multiplied exactly",
+    )
+    cache: Literal["f32", "bf16"] = Field(
+        "f32", description="how keys and values are kept: bf16 takes half the memory and rounds them"
     )
     slots: int = Field(16, ge=1, le=4096, description="streams at once")
     context: int = Field(2048, ge=1, le=1 << 24, description="positions a stream, at most the model's own")

@@ -131,8 +131,8 @@ def test_file_errors_name_file_and_key(tmp_path: Path, toml: str, words: str) ->
     [
         ({"port": "abc"}, "flag --port: 'abc' is not right"),
         ({"port": "65535"}, "flag --port"),
-        ({"precision": "fast"}, "flag --precision: 'fast' is not part of this version yet"),
-        ({"precision": "best"}, "expected 'exact'"),
+        ({"precision": "best"}, "expected 'exact', 'fine' or 'fast'"),
+        ({"cache": "int8"}, "expected 'f32' or 'bf16'"),
         ({"fleet": "a b"}, "flag --fleet: 'a b' is not a fleet's name"),
         ({"bind": "0.0.0.0"}, "a node announces one address"),
         ({"peers": ["host"]}, "flag --peer: 'host' is not an address"),

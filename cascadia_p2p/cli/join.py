@@ -28,6 +28,7 @@ FLAGS = (
     "mdns",
     "device",
     "precision",
+    "cache",
     "slots",
     "context",
     "rows",

@@ -15,9 +15,10 @@ import psutil
 from cascadia_p2p.catalog import KNOWN, source_path
 from cascadia_p2p.cli.plan_text import enough, show
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
-from cascadia_p2p.engine.footprint import EMBEDDING_BYTES, Backend, Footprint, Form
+from cascadia_p2p.engine.footprint import Backend, Footprint
 from cascadia_p2p.engine.memory import RESERVE
 from cascadia_p2p.errors import CapacityError, CheckpointError, UsageError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.family import ModelConfig, read_config
 from cascadia_p2p.models.layout import TensorRole
 from cascadia_p2p.models.sizes import ModelSizes
@@ -86,11 +87,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("kernels", "openvino"),
         help="who multiplies (default: kernels on the CPU, openvino elsewhere)",
     )
-    forms = ("int4", "int8", "f32")
     for part, default in (("experts", "int4"), ("projections", "int8"), ("head", "int8")):
         parser.add_argument(
             f"--{part}",
-            choices=forms,
+            choices=[each.value for each in Encoding],
             help=f"form of the {part} (default: {default}, or the export's)",
         )
     parser.add_argument("--streams", type=int, metavar="N", help="to be fast for (default: all slots)")
@@ -98,7 +98,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help="measured nodes"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    add_flags(parser, "device", "context", "slots", "rows")
+    add_flags(parser, "device", "cache", "context", "slots", "rows")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -178,14 +178,15 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
         "kernels": Backend.KERNELS,
         "openvino": Backend.OPENVINO_CPU if on_cpu else Backend.OPENVINO_GPU,
     }[backend]
-    export = subject.encodings
+    export, cache = subject.encodings, Encoding(config.cache)
     if export is None:
         return Footprint(
             chosen,
-            Form(args.experts or Form.INT4),
-            Form(args.projections or Form.INT8),
-            Form(args.head or Form.INT8),
-            Form.BF16,
+            Encoding(args.experts or Encoding.INT4),
+            Encoding(args.projections or Encoding.INT8),
+            Encoding(args.head or Encoding.INT8),
+            Encoding.BF16,
+            cache=cache,
         )
     given = {"experts": export.experts, "projections": export.projections, "head": export.head}
     for part, encoding in given.items():
@@ -194,14 +195,8 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
             raise UsageError(
                 f"--{part} {asked}: this export has {encoding.value}; plan for the checkpoint instead"
             )
-    embedding = Form(export.of(TensorRole.EMBEDDING).value)
-    return Footprint(
-        chosen,
-        Form(export.experts.value),
-        Form(export.projections.value),
-        Form(export.head.value),
-        embedding if embedding in EMBEDDING_BYTES else Form.BF16,
-    )
+    embedding = export.of(TensorRole.EMBEDDING)
+    return Footprint(chosen, export.experts, export.projections, export.head, embedding, cache=cache)
 
 
 def _measured(args: argparse.Namespace) -> list[MeasuredNode]:

@@ -8,7 +8,6 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.sizes import Part
 from cascadia_p2p.planning.machine import GIB, GpuMemory, gb, gib, is_as_sold
 from cascadia_p2p.planning.plan import Option, Plan, PlannedStage
@@ -61,13 +60,11 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
         + f"{_count(sizes.weights)} weights",
         f"experts {footprint.experts}, projections {footprint.projections}, head {footprint.head} on "
         f"{footprint.backend}: {gb(weights)} = {gib(weights)} of weights in memory",
-        f"{promise.slots} slots of {promise.context} positions, {promise.rows} rows a frame",
+        f"{promise.slots} slots of {promise.context} positions, keys and values in {footprint.cache}, "
+        f"{promise.rows} rows a frame",
     ]
     if len({stage.machine.shown for stage in plan.stages}) == 1:
         lines.append(_machine(plan.stages[0], memory))
-    forms = dict.fromkeys((footprint.experts, footprint.projections, footprint.head))
-    if planned := [form for form in forms if form.value not in {each.value for each in Encoding}]:
-        lines.append(f"note: exports in {' and '.join(planned)} come with a later version")
     return lines
 
 

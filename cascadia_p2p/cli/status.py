@@ -14,12 +14,15 @@ from rich.table import Table
 from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
-from cascadia_p2p.errors import RequestError, UnreachableError, WireError
+from cascadia_p2p.errors import RequestError, UnreachableError, UsageError, WireError
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.types import Endpoint
+from cascadia_p2p.wire.work import read_work
 
 ANSWER_S = 3.0
+WORK_S = 1.0
+"""How long each node has to say where its time goes, in seconds."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +35,36 @@ def run(args: argparse.Namespace) -> int:
     """Ask the head, or any node while there is no head, and print what it knows."""
     config = load_config(flags_of(args), file=args.config)
     configure_logs("console", "error")
-    body = _ask(config)
+    body = _with_work(_ask(config))
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
         _show(body)
     return 0
+
+
+def _with_work(body: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The body with what each node alone knows, where it can be asked: its engine, where its time goes."""
+    nodes = _rows(body, "nodes")
+    others = [node for node in nodes if node.get("node") != body.get("node")]
+    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others)), strict=True))
+    for node in nodes:
+        answer = answers.get(id(node), body)
+        counted = answer.get("data_thread")
+        node["work"] = counted.get("work") if isinstance(counted, dict) else None
+        node["engine"] = answer.get("engine")
+    return body
+
+
+async def _ask_all(nodes: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+    return await asyncio.gather(*map(_ask_one, nodes))
+
+
+async def _ask_one(node: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    try:
+        return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S)
+    except (UnreachableError, UsageError):
+        return {}
 
 
 def _ask(config: Config) -> dict[str, JsonValue]:
@@ -92,6 +119,9 @@ def _show(body: dict[str, JsonValue]) -> None:
     if served:
         console.print(f"clients are served at {', '.join(served)}", markup=False)
     console.print(_nodes(body))
+    for node in _in_order(body):
+        if node.get("claim") in ("loaded", "serving"):
+            console.print(_work(node), markup=False, soft_wrap=True)
     requests = body.get("requests")
     if isinstance(requests, dict):
         console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
@@ -102,10 +132,7 @@ def _nodes(body: dict[str, JsonValue]) -> Table:
     table = Table(box=None, pad_edge=False)
     for title in ("stage", "shard", "state", "node", "control", "frames in", "out", "heard"):
         table.add_column(title, overflow="fold")
-    nodes = _rows(body, "nodes")
-    for node in sorted(
-        nodes, key=lambda row: (_order(stages.get(str(row.get("node")))), str(row.get("node")))
-    ):
+    for node in _in_order(body):
         stage = stages.get(str(node.get("node")), {})
         heard = node.get("heard_s")
         table.add_row(
@@ -119,6 +146,40 @@ def _nodes(body: dict[str, JsonValue]) -> Table:
             f"{heard:.1f} s ago" if isinstance(heard, float) and heard else "",
         )
     return table
+
+
+def _in_order(body: dict[str, JsonValue]) -> list[dict[str, JsonValue]]:
+    """The nodes, those in the ring first and in its order."""
+    stages = {str(row.get("node")): row for row in _rows(body, "stages")}
+
+    def place(node: dict[str, JsonValue]) -> tuple[int, str]:
+        return _order(stages.get(str(node.get("node")))), str(node.get("node"))
+
+    return sorted(_rows(body, "nodes"), key=place)
+
+
+def _work(node: dict[str, JsonValue]) -> str:
+    """One node's engine, and where its time goes since its shard was loaded."""
+    line = f"{node.get('host')}/{str(node.get('node'))[:8]} ({_engine(node)}): "
+    work = read_work(node.get("work"))
+    if work is None:
+        return f"{line}it does not say where its time goes"
+    if not work.frames:
+        return f"{line}no frame yet"
+    whole = max(work.busy_s + work.wait_s + work.send_s, 1e-9)
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in work.shares().items() if share >= 0.005)
+    return (
+        f"{line}{1e3 * work.busy_s / work.frames:.2f} ms a frame of {work.rows / work.frames:.1f} rows, "
+        f"{parts}; busy {work.busy_s / whole:.0%}, waiting {work.wait_s / whole:.0%}, "
+        f"sending {work.send_s / whole:.0%}"
+    )
+
+
+def _engine(node: dict[str, JsonValue]) -> str:
+    engine = node.get("engine")
+    if not isinstance(engine, dict):
+        return _text(node.get("device"))
+    return " ".join(_text(engine.get(name)) for name in ("device", "precision", "cache"))
 
 
 def _state(node: dict[str, JsonValue]) -> str:

@@ -135,3 +135,17 @@ def longs(address: int, count: int) -> I64:
     """int64 [count] at an address."""
     found: I64 = numba.carray(pointer(address), (count,), np.int64)
     return found
+
+
+@part
+def cube_of(address: int, first: int, second: int, third: int) -> F32:
+    """float32 [first, second, third] at an address."""
+    found: F32 = numba.carray(pointer(address), (first, second, third), np.float32)
+    return found
+
+
+@part
+def table_of(address: int, rows: int, width: int) -> I32:
+    """int32 [rows, width] at an address."""
+    found: I32 = numba.carray(pointer(address), (rows, width), np.int32)
+    return found

@@ -160,13 +160,14 @@ Signature: TypeAlias = str | tuple[object, ...]
 """Argument types, in numba's notation or as its types."""
 
 
-def kernel(signature: Signature) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def kernel(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function a kernel: compiled, without the interpreter's lock, kept in the cache.
 
     Args:
         signature: argument types; results go into array arguments.
+        form: goes into the kernel's name where several functions have the same.
     """
-    return lambda function: _register(function, signature, parallel=False, twin_for=None)
+    return lambda function: _register(function, signature, parallel=False, twin_for=None, form=form)
 
 
 def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -197,7 +198,8 @@ def _register(
     types, _ = sigutils.normalize_signature(signature)
     dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
     name = "_".join(word for word in (function.__name__, form, "parallel" if parallel else "") if word)
-    dispatcher._cache = _MachineCode(function, name)
+    # Functions of one name in several modules must not find each other's code.
+    dispatcher._cache = _MachineCode(function, f"{function.__module__.rpartition('.')[2]}_{name}")
     _kernels.append(_Kernel(name, dispatcher, types, twin_for))
     return cast("Callable[P, R]", dispatcher)
 

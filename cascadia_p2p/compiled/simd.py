@@ -253,6 +253,17 @@ def _broadcast(typing: object, array: object, index: object) -> object:
     return _lanes(array, types.int64), generate
 
 
+def _prefetch(typing: object, array: object, index: object) -> object:
+    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
+        pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
+        # To read, into the second level, data.
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), (pointer, _INT32(0), _INT32(2), _INT32(1)))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
 def _load_bf16(typing: object, array: object, index: object) -> object:
     def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
@@ -305,6 +316,9 @@ broadcast = cast("Callable[[F32, int], Lanes]", intrinsic(_broadcast))
 
 load_bf16 = cast("Callable[[BF16, int], Lanes]", intrinsic(_load_bf16))
 """`load_bf16(array, index)`: sixteen bfloat16 from a flat index on, widened."""
+
+prefetch = cast("Callable[[F32 | BF16, int], None]", intrinsic(_prefetch))
+"""`prefetch(array, index)`: have the cache line of a flat index brought near; any index will do."""
 
 put = cast("Callable[[F32 | BF16, int, Real], None]", intrinsic(_put))
 """`put(array, index, number)`: store one number as the array keeps it; bfloat16 to nearest, ties to even."""

@@ -67,7 +67,7 @@ def _check_shard(
     available: int,
 ) -> Iterator[Finding]:
     # The engine takes seconds to import.
-    from cascadia_p2p.engine.load import stage_need
+    from cascadia_p2p.engine.load import shard_footprint, stage_need
 
     try:
         reader = ShardReader(directory, shard)
@@ -85,7 +85,8 @@ def _check_shard(
         facts={"shard": shard, "bytes": reader.nbytes, "fingerprint": reader.manifest.fingerprint},
     )
     promise = Promise(config.slots, min(config.context, reader.config.context), config.rows)
-    yield from check_need(shard, partial(stage_need, reader), promise, available)
+    footprint = shard_footprint(reader, config.device, config.cache)
+    yield from check_need(shard, partial(stage_need, reader, footprint=footprint), promise, available)
 
 
 def _failed(check: str, error: CascadiaError) -> Finding:

@@ -8,7 +8,6 @@ from typing import Final
 import numpy as np
 from numba import prange, types
 
-from cascadia_p2p.compiled import compiling
 from cascadia_p2p.compiled.addresses import I64
 from cascadia_p2p.compiled.compiling import twin_kernels
 from cascadia_p2p.engine.kernels.checks import expect
@@ -35,7 +34,6 @@ from cascadia_p2p.matrices.encoding import StoredMatrix
 
 PLANES: Final = {"exact": EXACT, "fast": 1, "fine": 2}
 """How activations enter products, by precision: as float32, or as one or two planes of 8-bit codes."""
-
 
 
 @twin_kernels(

@@ -8,7 +8,7 @@ from typing import Final
 
 import psutil
 
-from cascadia_p2p.engine.footprint import EXACT, Footprint
+from cascadia_p2p.engine.footprint import EMBEDDING, EXACT, Backend, Footprint, StoredShard, tensor_bytes
 from cascadia_p2p.engine.kernels.blocks import BLOCK
 from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
@@ -20,8 +20,9 @@ RESERVE: Final = 192 * 2**20
 
 _F32: Final = 4
 _LEAST_ROWS: Final = 2
+_HALF: Final = "--cache bf16"
 _PRODUCT_OVERHEAD: Final = 2**20
-"""What the runtime keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
+"""What OpenVINO keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,19 @@ class MemoryNeed:
     """Bytes that a stage takes.
 
     Args:
-        weights: as the device keeps them. Mapped files that are read again only now and then are not counted.
+        weights: as the backend keeps them: its own copy, or the pages of the mapped files. The embedding, of
+            which only single rows are read, is not counted.
         caches: keys, values and histories of the promised slots at the promised context.
         buffers: results of products, and what the runtime keeps for each of them.
         reserve: for everything else.
+        mapped: how much of the weights are pages of mapped files.
     """
 
     weights: int
     caches: int
     buffers: int
     reserve: int = RESERVE
+    mapped: int = 0
 
     @property
     def total(self) -> int:
@@ -55,21 +59,45 @@ def weights_by_part(sizes: ModelSizes, layers: range, footprint: Footprint) -> d
     return result | {Part.SMALL: footprint.small_bytes(small)} if small else result
 
 
-def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int) -> int:
+def shard_weights(shard: StoredShard, backend: Backend) -> int:
+    """Bytes of the weights that lie in a shard, without the embedding, which stays a mapped file."""
+    found = (shard.entry(name) for name in shard.names if name != EMBEDDING)
+    return sum(tensor_bytes(backend, each.encoding, each.shape) for each in found)
+
+
+def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int, footprint: Footprint = EXACT) -> int:
     """Bytes of one layer's keys, values and histories for all promised slots."""
     positions = cached_positions(promise, cache.window, rewind)
     history = _F32 * max(cache.taps - 1 + rewind, 0) * cache.channels
-    return promise.slots * (positions * cache.position_bytes + history)
+    return promise.slots * (positions * footprint.position_bytes(cache) + history)
 
 
-def buffer_bytes(layer: LayerSizes, promise: Promise) -> int:
-    """Bytes of what one layer's products hold beside their weights."""
+def buffer_bytes(layer: LayerSizes, promise: Promise, backend: Backend) -> int:
+    """Bytes of what one layer's products hold beside their weights; the kernels have one set for all."""
+    if backend is Backend.KERNELS:
+        return 0
     return products_bytes(layer.row_numbers, layer.products, promise)
 
 
-def head_buffer_bytes(head: Matrices, promise: Promise) -> int:
+def head_buffer_bytes(head: Matrices, promise: Promise, backend: Backend) -> int:
     """Bytes of what the vocabulary head's product holds beside its weights."""
+    if backend is Backend.KERNELS:
+        return _F32 * min(promise.rows, promise.slots) * head.rows
     return products_bytes(head.rows, 1, promise)
+
+
+def stage_buffer_bytes(sizes: ModelSizes, promise: Promise, backend: Backend) -> int:
+    """Bytes of what a stage holds whatever its layers are."""
+    return kernel_buffer_bytes(sizes, promise) if backend is Backend.KERNELS else 0
+
+
+def kernel_buffer_bytes(sizes: ModelSizes, promise: Promise) -> int:
+    """Bytes of the kernels' workspace, which the layers of a stage use in turn: that of the widest layer.
+
+    Activations between products as float32, and their codes in two planes.
+    """
+    widest = max(layer.row_numbers for layer in sizes.layers) + 4 * sizes.hidden
+    return promise.rows * widest * (_F32 + 2)
 
 
 def products_bytes(row_numbers: int, products: int, promise: Promise) -> int:
@@ -78,7 +106,12 @@ def products_bytes(row_numbers: int, products: int, promise: Promise) -> int:
 
 
 def stage_memory(
-    sizes: ModelSizes, layers: range, promise: Promise, rewind: int, footprint: Footprint = EXACT
+    sizes: ModelSizes,
+    layers: range,
+    promise: Promise,
+    rewind: int,
+    footprint: Footprint = EXACT,
+    shard: StoredShard | None = None,
 ) -> MemoryNeed:
     """Bytes that a stage takes.
 
@@ -87,16 +120,22 @@ def stage_memory(
         layers: of the stage; the head is with the last one.
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
-        footprint: how weights are kept.
+        footprint: how weights, keys and values are kept.
+        shard: the stage's own tensors as they are stored; without it their sizes follow from the footprint.
     """
     inside = [sizes.layers[number] for number in layers]
-    buffers = sum(buffer_bytes(layer, promise) for layer in inside)
+    backend = footprint.backend
+    buffers = stage_buffer_bytes(sizes, promise, backend)
+    buffers += sum(buffer_bytes(layer, promise, backend) for layer in inside)
     if layers.stop == len(sizes.layers):
-        buffers += head_buffer_bytes(sizes.head, promise)
+        buffers += head_buffer_bytes(sizes.head, promise, backend)
+    by_part = weights_by_part(sizes, layers, footprint)
+    weights = sum(by_part.values()) if shard is None else shard_weights(shard, backend)
     return MemoryNeed(
-        weights=sum(weights_by_part(sizes, layers, footprint).values()),
-        caches=sum(cache_bytes(layer.cache, promise, rewind) for layer in inside),
+        weights=weights,
+        caches=sum(cache_bytes(layer.cache, promise, rewind, footprint) for layer in inside),
         buffers=buffers,
+        mapped=weights - by_part.get(Part.SMALL, 0) if backend.maps_weights else 0,
     )
 
 
@@ -105,16 +144,23 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def require_memory(need_of: Callable[[Promise], MemoryNeed], promise: Promise, available: int) -> MemoryNeed:
+def require_memory(
+    need_of: Callable[[Promise], MemoryNeed],
+    promise: Promise,
+    available: int,
+    halved: Callable[[Promise], MemoryNeed] | None = None,
+) -> MemoryNeed:
     """What the promise needs, if it is there.
 
     Args:
         need_of: the need for any promise; it grows with slots and context.
         promise: what is wanted.
         available: bytes.
+        halved: the need with `--cache bf16`, where that is another one.
 
     Raises:
-        CapacityError: it is not; the message holds need, have, and the largest smaller promises that fit.
+        CapacityError: it is not; the message holds need, have, and what would fit: `--cache bf16`, or smaller
+            promises, the largest of their kind.
     """
     need = need_of(promise)
     if need.total <= available:
@@ -123,11 +169,29 @@ def require_memory(need_of: Callable[[Promise], MemoryNeed], promise: Promise, a
         f"this shard needs {in_words(need.total)} of memory and {in_words(available)} are free "
         f"(weights {in_words(need.weights)}, caches for {promise.slots} slots of {promise.context} positions "
         f"{in_words(need.caches)}, buffers {in_words(need.buffers)}, reserve {in_words(need.reserve)}): "
-        f"{_advice(need_of, promise, available)}"
+        f"{_advice(need_of, promise, available, halved)}"
     )
 
 
-def _advice(need_of: Callable[[Promise], MemoryNeed], promise: Promise, available: int) -> str:
+def _advice(
+    need_of: Callable[[Promise], MemoryNeed],
+    promise: Promise,
+    available: int,
+    halved: Callable[[Promise], MemoryNeed] | None,
+) -> str:
+    ways = _smaller(need_of, promise, available)
+    if halved is not None and halved(promise).total <= available:
+        ways.insert(0, _HALF)
+    elif halved is not None and not ways:
+        ways = [f"{way} {_HALF}" for way in _smaller(halved, promise, available)]
+    if ways:
+        return f"it would fit with {' or with '.join(ways)}"
+    return "no smaller promise fits; free memory, or export the model into more shards"
+
+
+def _smaller(need_of: Callable[[Promise], MemoryNeed], promise: Promise, available: int) -> list[str]:
+    """Flags of smaller promises that fit, the largest of their kind."""
+
     def fits(smaller: Promise) -> bool:
         return need_of(smaller).total <= available
 
@@ -143,9 +207,7 @@ def _advice(need_of: Callable[[Promise], MemoryNeed], promise: Promise, availabl
         ways.append(f"--context {blocks * BLOCK}")
     if not ways and both:
         ways.append(f"--slots 1 --context {both * BLOCK}")
-    if ways:
-        return f"it would fit with {' or with '.join(ways)}"
-    return "no smaller promise fits; free memory, or export the model into more shards"
+    return ways
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

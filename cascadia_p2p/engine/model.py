@@ -9,8 +9,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
+from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import ShardError
 from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
 from cascadia_p2p.types import Promise
@@ -27,11 +29,21 @@ class StagePlan:
         layers: numbers of its decoder layers.
         promise: slots, context and rows a frame.
         rewind: positions by which a stream can go back.
+        cache: form of keys and values, float32 or bfloat16.
+        call_bytes: weights that one call of compiled layers takes, about. Small layers are too short to
+            return to Python behind each.
     """
 
     layers: range
     promise: Promise
     rewind: int
+    cache: Encoding = Encoding.F32
+    call_bytes: int = 64 * 2**20
+
+    @property
+    def storage(self) -> Storage:
+        """The same, as the kernels of attention call it."""
+        return "bf16" if self.cache is Encoding.BF16 else "f32"
 
 
 class TensorSource(Protocol):
@@ -97,14 +109,14 @@ def checked_embedding(source: TensorSource, vocab: int, hidden: int) -> F32 | np
 
 
 class Layer(Protocol):
-    """One decoder layer with its caches."""
+    """One decoder layer with its caches, or several that are computed in one call."""
 
     @property
     def number(self) -> int:
-        """Its place in the whole model."""
+        """The first one's place in the whole model."""
 
     def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
-        """Compute the layer in place.
+        """Compute in place.
 
         Args:
             rows: whose rows these are, and at which positions.
@@ -154,3 +166,6 @@ class StageModel(Protocol):
 
         Float32 [rows, hidden] to [rows, vocab], which holds until the next call.
         """
+
+    def times(self) -> WorkTimes:
+        """What the frames so far have cost, by part; may be asked from any thread."""

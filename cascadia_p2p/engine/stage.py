@@ -15,6 +15,7 @@ from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
 from cascadia_p2p.engine.matrix import F32
 from cascadia_p2p.engine.model import StageModel
 from cascadia_p2p.engine.slots import Mask, Slots, Table
+from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import RECORD, SegmentError, SegmentFlag
@@ -58,6 +59,10 @@ class Stage:
     def held(self, slot: int) -> int:
         """Positions that the slot's stream has here; 0 for a free slot."""
         return self._slots.held(slot)
+
+    def times(self) -> WorkTimes:
+        """What the frames so far have cost, by part; may be asked from any thread."""
+        return self._model.times()
 
     def reset(self) -> None:
         """Drop every stream, as at the start of an epoch."""

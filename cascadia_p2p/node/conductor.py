@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.ring.policy import StageTime
 from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
 
@@ -49,6 +51,10 @@ class HeadConductor:
         """The ring serves no more; every stream ends with `error`."""
         self._scheduler.close()
         self._tell(self._scheduler.drop_all(error))
+
+    def pace(self, stage_time: StageTime) -> None:
+        """Compose frames for stages whose time grows with rows like this."""
+        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time)
 
     def admit(self, admitting: bool) -> None:
         """Start waiting streams, or leave them waiting."""

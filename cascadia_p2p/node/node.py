@@ -155,6 +155,12 @@ class Node:
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["data_thread"] = self._worker.report()
+        body["engine"] = {
+            "device": self._config.device,
+            "precision": self._config.precision,
+            "cache": self._config.cache,
+            "threads": self._config.threads,
+        }
         if self._head is not None:
             counts = self._head.counts
             requests: dict[str, JsonValue] = {

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from pydantic import JsonValue
@@ -16,11 +16,14 @@ from pydantic import JsonValue
 from cascadia_p2p.config import Config
 from cascadia_p2p.engine.load import LoadProgress, load_stage
 from cascadia_p2p.engine.stage import Stage
+from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.data_thread import DataThread
 from cascadia_p2p.node.places import Places
-from cascadia_p2p.node.seat import Seat
+from cascadia_p2p.node.profiles import find_profile, layer_seconds, stage_time, subject_of
+from cascadia_p2p.node.seat import DataCounters, Seat
+from cascadia_p2p.planning.measured import MeasuredNode
 from cascadia_p2p.ring import events
 from cascadia_p2p.ring.actions import SwitchEpoch
 from cascadia_p2p.shards.reader import ShardReader, VerifyProgress
@@ -28,6 +31,7 @@ from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Epoch, Promise
 from cascadia_p2p.wire.frames import FrameLimits
+from cascadia_p2p.wire.work import WorkReport
 
 JOIN_S = 30.0
 TELL_S = 5.0
@@ -45,12 +49,31 @@ class LoadedShard:
         stage: the engine.
         tokenizer: with shard 0, when the model has one.
         chat: beside the tokenizer.
+        profile: what was measured of this shard on this machine earlier, if it was.
     """
 
     shard: int
     stage: Stage
     tokenizer: Tokenizer | None
     chat: Chat | None = None
+    profile: MeasuredNode | None = None
+
+    @property
+    def layer_s(self) -> float:
+        """Measured seconds that a layer takes for a large frame; 0 when not known."""
+        return 0.0 if self.profile is None else layer_seconds(self.profile, len(self.stage.model.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """The totals when the shard was loaded, from which on its work is told."""
+
+    counters: DataCounters
+    times: WorkTimes
+
+
+def _times(loaded: LoadedShard | None) -> WorkTimes:
+    return WorkTimes() if loaded is None else loaded.stage.times()
 
 
 class _GivenUpError(Exception):
@@ -84,6 +107,7 @@ class Worker:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._wanted: int | None = None
         self.loaded = loaded
+        self._since = _Start(replace(self._data.counters), _times(loaded))
         self._stopping = threading.Event()
         self._told_at = time.monotonic()
 
@@ -115,7 +139,7 @@ class Worker:
         """Load a shard in place of any other; told by LoadProgress, then ShardLoaded or LoadFailed."""
         self._wanted = shard
         if self.loaded is not None and self.loaded.shard == shard:
-            self._emit(events.ShardLoaded(shard))
+            self._ready(self.loaded)
             return
         self.loaded = None
         self._loader.submit(self._load, shard)
@@ -133,12 +157,15 @@ class Worker:
                 self._config.precision,
                 self._config.threads,
                 lambda progress: self._loaded(shard, progress),
+                cache=self._config.cache,
             )
             tokenizer = self._places.model.tokenizer(shard) if shard == 0 else None
             chat = self._places.model.chat(shard, tokenizer) if tokenizer is not None else None
             if chat is not None and chat.fault is not None:
                 _log.warning("chat_template", message=f"messages can not be taken: {chat.fault}")
-            self.loaded = LoadedShard(shard, stage, tokenizer, chat)
+            self._since = _Start(replace(self._data.counters), stage.times())
+            loaded = LoadedShard(shard, stage, tokenizer, chat, self._profile(reader))
+            self.loaded = loaded
             # What was loaded lives as long as the process: a collection that walks it would stall frames.
             gc.collect()
             gc.freeze()
@@ -151,7 +178,20 @@ class Worker:
             failure = CascadiaError(f"shard {shard} can not be loaded: {type(error).__name__}: {error}")
             self._emit(events.LoadFailed(shard, failure))
         else:
-            self._emit(events.ShardLoaded(shard))
+            self._ready(loaded)
+
+    def _ready(self, loaded: LoadedShard) -> None:
+        """Tell that a shard can compute, and the scheduler how its time grows with rows."""
+        measured = None if loaded.profile is None else stage_time(loaded.profile)
+        if loaded.shard == 0 and measured is not None:
+            self._data.call(lambda: self._conductor.pace(measured))
+        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s))
+
+    def _profile(self, reader: ShardReader) -> MeasuredNode | None:
+        found = find_profile(self._config.state_root, subject_of(self._config, reader))
+        if found is not None:
+            _log.info("profile_found", message=f"shard {reader.index} was measured here before")
+        return found
 
     def _verified(self, shard: int, progress: VerifyProgress) -> None:
         self._report_load(shard, 0.3 * progress.done / max(1, progress.total))
@@ -219,8 +259,19 @@ class Worker:
         )
 
     def report(self) -> dict[str, JsonValue]:
-        """The data thread's counters for `status`: times in seconds, drops by reason."""
+        """The data thread's counters for `status`: times in seconds, drops by reason, work by part.
+
+        Frames and rows at the top are those of this epoch; times, and frames and rows under `work`, are
+        since the shard was loaded. `frame_ms` and `row_ms` are means of these, by part.
+        """
         counted = self._data.counters
+        work = self._work()
+        shown: dict[str, JsonValue] = {}
+        if work is not None:
+            means = {"frame_ms": work.frame_ms(), "row_ms": work.row_ms()}
+            shown = work.model_dump(mode="json") | {
+                name: {part: round(each, 6) for part, each in mean.items()} for name, mean in means.items()
+            }
         return {
             "progress": counted.progress,
             "frames_in": counted.frames_in,
@@ -231,7 +282,26 @@ class Worker:
             "wait_s": round(counted.wait_ns / 1e9, 6),
             "send_s": round(counted.send_ns / 1e9, 6),
             "dropped": {str(reason): count for reason, count in counted.dropped.items() if count},
+            "work": shown or None,
         }
+
+    def _work(self) -> WorkReport | None:
+        """Where the time of the loaded shard went; None while none is loaded."""
+        loaded, counted, before = self.loaded, self._data.counters, self._since.counters
+        if loaded is None:
+            return None
+        times = loaded.stage.times().since(self._since.times)
+        seconds = {part.value: round(each, 6) for part, each in times.seconds.items()}
+        busy = (counted.busy_ns - before.busy_ns) / 1e9
+        return WorkReport(
+            seconds=seconds,
+            frames=times.frames,
+            rows=times.rows,
+            wait_s=round((counted.wait_ns - before.wait_ns) / 1e9, 6),
+            send_s=round((counted.send_ns - before.send_ns) / 1e9, 6),
+            # The stage's own clock is read a moment later than the data thread's.
+            other_s=round(max(busy - sum(seconds.values()), 0.0), 6),
+        )
 
     def _limits(self, promise: Promise) -> FrameLimits:
         """A stream has one segment a frame; a slot has a release and a start, at most."""

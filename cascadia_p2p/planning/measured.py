@@ -68,6 +68,63 @@ class Hop(Link):
     to: Name
 
 
+class Subject(_Section):
+    """What a profile was taken of; the same on another start of the same node.
+
+    Args:
+        fingerprint: of the exported model.
+        shard: its index.
+        device, precision, cache, threads: as `join` has them.
+    """
+
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    shard: Annotated[int, Field(ge=0, le=4095)]
+    device: Name
+    precision: Name
+    cache: Name
+    threads: Annotated[int, Field(ge=1, le=4096)]
+
+
+class FrameTime(_Section):
+    """What frames of one kind took.
+
+    Args:
+        kind: decode is one row each of so many streams, prefill one window of one stream.
+        rows: of a frame.
+        positions: that each stream held before.
+        frames: that were timed.
+        seconds: of a frame, the median, the vocabulary head included.
+        parts: seconds by part of the work (`engine.timing.WorkPart`), medians.
+        read_bytes: weights, keys and values that a frame reads; of experts the expected share.
+        bus_before, bus_after: bytes a second that memory gave before and after these frames.
+    """
+
+    kind: Literal["decode", "prefill"]
+    rows: Annotated[int, Field(ge=1, le=4096)]
+    positions: Annotated[int, Field(ge=0, lt=2**31)]
+    frames: Annotated[int, Field(ge=1, lt=2**31)]
+    seconds: Seconds
+    parts: Annotated[dict[Name, Seconds], Field(max_length=32)]
+    read_bytes: Bytes
+    bus_before: Rate
+    bus_after: Rate
+
+    @property
+    def bus(self) -> float:
+        """Bytes a second that memory gave around these frames."""
+        return (self.bus_before + self.bus_after) / 2
+
+    @property
+    def steady(self) -> bool:
+        """Whether memory was equally fast before and after."""
+        return max(self.bus_before, self.bus_after) < 1.15 * min(self.bus_before, self.bus_after)
+
+    @property
+    def ratio(self) -> float:
+        """The frame's time, in times that reading its bytes takes."""
+        return self.seconds * self.bus / max(self.read_bytes, 1)
+
+
 class MeasuredNode(_Section):
     """One node's measurements.
 
@@ -83,6 +140,8 @@ class MeasuredNode(_Section):
         link: its way to the network; to a node that no hop names, the slower of both nodes' rates counts,
             and the mean of their latencies.
         hops: measured ways to single nodes.
+        subject: what was loaded when the times were taken.
+        frames: whole frames of that stage, from which `times` come.
     """
 
     format: Literal[1] = 1
@@ -95,6 +154,8 @@ class MeasuredNode(_Section):
     times: Annotated[tuple[PartTime, ...], Field(max_length=1024)] = ()
     link: Link
     hops: Annotated[tuple[Hop, ...], Field(max_length=1024)] = ()
+    subject: Subject | None = None
+    frames: Annotated[tuple[FrameTime, ...], Field(max_length=1024)] = ()
 
     @model_validator(mode="after")
     def _one_time_each(self) -> Self:
@@ -104,6 +165,10 @@ class MeasuredNode(_Section):
                 raise ValueError(f"{time.part} has two times for {time.rows} rows: keep one")
             seen.add((time.part, time.rows))
         return self
+
+    def decoding(self) -> list[tuple[int, float]]:
+        """Rows and seconds of the decoding frames that were timed, by rows."""
+        return sorted((each.rows, each.seconds) for each in self.frames if each.kind == "decode")
 
     def named(self, name: str) -> MeasuredNode:
         """The same measurements under another name."""

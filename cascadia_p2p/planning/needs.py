@@ -13,6 +13,7 @@ from cascadia_p2p.engine.memory import (
     buffer_bytes,
     cache_bytes,
     head_buffer_bytes,
+    stage_buffer_bytes,
     weights_by_part,
 )
 from cascadia_p2p.models.sizes import LayerSizes, Matrices, ModelSizes, Part
@@ -76,22 +77,28 @@ class Needs:
         sizes, demand = self.sizes, self.demand
         weights = weights_by_part(sizes, layers, demand.footprint)
         inside = [sizes.layers[number] for number in layers]
-        buffers = sum(buffer_bytes(layer, demand.promise) for layer in inside)
+        promise, backend = demand.promise, demand.footprint.backend
+        buffers = stage_buffer_bytes(sizes, promise, backend)
+        buffers += sum(buffer_bytes(layer, promise, backend) for layer in inside)
         if layers.stop == len(sizes.layers):
-            buffers += head_buffer_bytes(sizes.head, demand.promise)
+            buffers += head_buffer_bytes(sizes.head, promise, backend)
         on_gpu = sum(weights.values()) - weights.get(Part.SMALL, 0) + buffers
         return StageBytes(
             weights=weights,
-            caches=sum(cache_bytes(layer.cache, demand.promise, demand.rewind) for layer in inside),
+            caches=sum(
+                cache_bytes(layer.cache, promise, demand.rewind, demand.footprint) for layer in inside
+            ),
             buffers=buffers,
             reserve=demand.reserve,
-            gpu=on_gpu if demand.footprint.backend.on_gpu else 0,
+            gpu=on_gpu if backend.on_gpu else 0,
             mapped=demand.footprint.bytes_of(sizes.embedding) if layers.start == 0 else 0,
         )
 
     def lack(self, machine: Machine) -> F64:
         """Bytes that the machine lacks for layers i to j - 1 at [i, j]; negative where some are left."""
-        lack = self._total + (self.demand.reserve - machine.usable)
+        demand = self.demand
+        fixed = stage_buffer_bytes(self.sizes, demand.promise, demand.footprint.backend) + demand.reserve
+        lack = self._total + (fixed - machine.usable)
         if machine.gpu is not None:
             lack = np.maximum(lack, self._gpu - machine.gpu)
         return nothing_backwards(lack)
@@ -115,9 +122,9 @@ class Needs:
 
     @cached_property
     def _gpu(self) -> F64:
-        promise = self.demand.promise
+        promise, backend = self.demand.promise, self.demand.footprint.backend
         return self._between(
-            [self._weights(layer) + buffer_bytes(layer, promise) for layer in self.sizes.layers]
+            [self._weights(layer) + buffer_bytes(layer, promise, backend) for layer in self.sizes.layers]
         )
 
     def _between(self, layers: list[int]) -> F64:
@@ -125,7 +132,8 @@ class Needs:
         behind = np.concatenate([[0], np.cumsum(layers)]).astype(np.float64)
         between: F64 = behind[None, :] - behind[:, None]
         footprint, promise = self.demand.footprint, self.demand.promise
-        between[:, -1] += footprint.bytes_of(self.sizes.head) + head_buffer_bytes(self.sizes.head, promise)
+        head = self.sizes.head
+        between[:, -1] += footprint.bytes_of(head) + head_buffer_bytes(head, promise, footprint.backend)
         return between
 
     def _weights(self, layer: LayerSizes) -> int:
@@ -135,5 +143,6 @@ class Needs:
         return self.demand.footprint.small_bytes(layer.small)
 
     def _state(self, layer: LayerSizes) -> int:
-        demand = self.demand
-        return cache_bytes(layer.cache, demand.promise, demand.rewind) + buffer_bytes(layer, demand.promise)
+        promise, footprint = self.demand.promise, self.demand.footprint
+        kept = cache_bytes(layer.cache, promise, self.demand.rewind, footprint)
+        return kept + buffer_bytes(layer, promise, footprint.backend)

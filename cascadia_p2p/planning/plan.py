@@ -297,7 +297,7 @@ class _Planner:
         found: list[Option] = []
         for backend, gpu, lean in _WAYS:
             footprint = replace(question.demand.footprint, backend=backend, lean=lean)
-            if not footprint.known or (lean and not footprint.varies):
+            if lean and not footprint.varies:
                 continue
             limit = None if gpu is None else gpu.limit(first.shown)
             planned = footprint == question.demand.footprint and limit == first.gpu

@@ -37,6 +37,7 @@ def as_json(plan: Plan) -> dict[str, JsonValue]:
             "projections": footprint.projections.value,
             "head": footprint.head.value,
             "embedding": footprint.embedding.value,
+            "cache": footprint.cache.value,
             "streams": plan.streams,
         },
         "rules": _rules(footprint.backend),

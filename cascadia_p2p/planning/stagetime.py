@@ -35,10 +35,11 @@ class Reading:
     footprint: Footprint
     positions: int
 
-    def layer(self, layer: LayerSizes, rows: int) -> float:
-        """Bytes that one layer reads for a frame."""
+    def layer(self, layer: LayerSizes, rows: int, streams: int | None = None) -> float:
+        """Bytes that one layer reads for a frame, of so many streams; each has one row if not said."""
         weights = sum(self._matrices(each, rows) for each in layer.matrices)
-        return weights + self.footprint.small_bytes(layer.small) + self._keys_and_values(layer, rows)
+        kept = self._keys_and_values(layer, rows if streams is None else streams)
+        return weights + self.footprint.small_bytes(layer.small) + kept
 
     def head(self) -> float:
         """Bytes that the head reads for a frame."""
@@ -66,7 +67,7 @@ class Reading:
 
     def _keys_and_values(self, layer: LayerSizes, rows: int) -> int:
         seen = self.positions if layer.cache.window is None else min(self.positions, layer.cache.window)
-        return rows * seen * layer.cache.position_bytes
+        return rows * seen * self.footprint.position_bytes(layer.cache)
 
     def _matrices(self, matrices: Matrices, rows: int) -> float:
         return self.footprint.bytes_of(matrices) * matrices.share_read(rows)

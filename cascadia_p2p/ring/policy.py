@@ -8,6 +8,7 @@ time any one stage needs for all frames. A prompt of p rows in windows of w take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,6 +23,31 @@ class StageTime:
     def of(self, rows: int) -> float:
         """The time for `rows` rows."""
         return self.fixed + self.per_row * rows
+
+    @classmethod
+    def fitted(cls, measured: Sequence[tuple[int, float]]) -> StageTime | None:
+        """The line through measured times with the least relative errors.
+
+        Args:
+            measured: rows and times.
+
+        Returns:
+            None when that says nothing: fewer than two numbers of rows, or times that do not grow with them.
+        """
+        points = [(rows, time) for rows, time in measured if time > 0]
+        if len({rows for rows, _ in points}) < 2:
+            return None
+        # Relative errors: the sum of squares of (fixed + per_row * r) / t - 1.
+        ones = [1 / time for _, time in points]
+        slopes = [rows / time for rows, time in points]
+        aa, bb = sum(a * a for a in ones), sum(b * b for b in slopes)
+        ab = sum(a * b for a, b in zip(ones, slopes, strict=True))
+        determinant = aa * bb - ab * ab
+        if determinant <= 1e-12 * aa * bb:
+            return None
+        fixed = (bb * sum(ones) - ab * sum(slopes)) / determinant
+        per_row = (aa * sum(slopes) - ab * sum(ones)) / determinant
+        return cls(max(fixed, 0.0), per_row) if per_row > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import socket
 import subprocess
 import time
@@ -174,6 +175,18 @@ def test_status_json_tells_all_of_the_ring(run: Run, ring: StandingRing, at: tup
     assert body["promise"]["context"] == 300
     assert body["requests"]["accepted"] >= body["requests"]["finished"] > 0
     assert body["data_thread"]["frames_out"] > 0
+    for node in body["nodes"]:
+        work, engine = node["work"], node["engine"]
+        assert (engine["device"], engine["precision"], engine["cache"]) == ("CPU", "fine", "f32")
+        assert work["frames"] >= 1
+        assert work["rows"] >= work["frames"]
+        assert all(work["seconds"][part] > 0 for part in ("projections", "attention", "glue"))
+        assert work["frame_ms"]["attention"] * work["frames"] == pytest.approx(
+            1e3 * work["seconds"]["attention"], abs=0.01
+        )
+    # The last node chooses the tokens.
+    tail = body["stages"][-1]["node"]
+    assert all((node["work"]["seconds"]["head"] > 0) == (node["node"] == tail) for node in body["nodes"])
 
 
 def test_status_is_told_by_any_node_at_its_control_port(run: Run, ring: StandingRing) -> None:
@@ -190,6 +203,10 @@ def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, 
     assert (done.code, done.err) == (0, "")
     assert f"fleet '{ring.name}'" in done.out
     assert "ring open" in done.out
+    lines = re.findall(
+        r"\(CPU fine f32\): \d+\.\d\d ms a frame of \d+\.\d rows, .*attention \d+%.*; busy", done.out
+    )
+    assert len(lines) == 2
     assert f"clients are served at {ring.endpoint}" in done.out
     for member in ring.fleet.members:
         assert str(member.control) in done.out.replace("\n", "")
@@ -208,7 +225,8 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "export": ("CHECKPOINT", "OUT", "--shards", "--split", "--experts", "--projections", "--head"),
         "join": (
             "--model", "--shard", "--fleet", "--bind", "--port", "--client-port", "--peer", "--no-mdns",
-            "--device", "--precision", "--slots", "--context", "--config", "--state-dir", "--log-format",
+            "--device", "--precision", "--cache", "--slots", "--context", "--config", "--state-dir",
+            "--log-format",
         ),
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
@@ -217,6 +235,7 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "pull": ("NAME",),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
         "doctor": ("--json", "--peer"),
+        "profile": ("--model", "--rows", "--positions", "--out", "--precision", "--threads", "--json"),
     }  # fmt: skip
     assert set(flags) == set(COMMANDS)
     for name, expected in flags.items():

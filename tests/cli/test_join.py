@@ -202,7 +202,7 @@ def test_more_memory_than_there_is_is_refused_before_loading(
         (("--shard", -1), "--shard"),
         (("--slots", 0), "--slots"),
         (("--context", "many"), "--context"),
-        (("--precision", "fast"), "--precision"),
+        (("--cache", "f16"), "--cache"),
         (("--precision", "sloppy"), "--precision"),
         (("--fleet", "two words"), "'two words' is not a fleet's name"),
         (("--port", 7000, "--client-port", 7001), "7001"),

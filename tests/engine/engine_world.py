@@ -9,6 +9,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.engine.kernel_backend import KernelBackend
+from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
@@ -76,6 +78,13 @@ def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int
 NO_OPERATIONS = operations()
 
 
+def backend_for(precision: str, rows: int, threads: int) -> MatrixBackend:
+    """Our kernels, or with "openvino" the reference."""
+    if precision == "openvino":
+        return OpenVINOBackend("CPU", threads, rows)
+    return KernelBackend(precision, rows, threads)
+
+
 class Stages:
     """All stages of one model of any family.
 
@@ -93,15 +102,16 @@ class Stages:
         promise: Promise = PROMISE,
         threads: int = 1,
         rewind: int = 16,
+        precision: str = "exact",
     ) -> None:
         ends = np.cumsum(split).tolist()
         build = stage_builder(config)
         self.stages = [
             Stage(
                 build(
-                    StagePlan(range(end - count, end), promise, rewind),
+                    StagePlan(range(end - count, end), promise, rewind, call_bytes=1),
                     source,
-                    OpenVINOBackend("CPU", threads, promise.rows),
+                    backend_for(precision, promise.rows, threads),
                     None,
                 ),
                 promise,
@@ -178,5 +188,7 @@ class Ring(Stages):
         weights: SampleWeights | None = None,
         threads: int = 1,
         rewind: int = 16,
+        precision: str = "exact",
     ) -> None:
-        super().__init__(recipe.config(), split, weights or sample_weights(recipe), promise, threads, rewind)
+        source = weights or sample_weights(recipe)
+        super().__init__(recipe.config(), split, source, promise, threads, rewind, precision)

@@ -12,35 +12,30 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Two kernels, compiled or loaded; prints how many were compiled, then a result.
+# Three kernels, compiled or loaded; prints how many were compiled, then a result.
 SCRIPT = """
-import sys
 import numpy as np
-from pathlib import Path
-if len(sys.argv) > 1:
-    import cascadia_p2p.engine.kernels as package
-    package.__path__[:] = [sys.argv[1]]
 from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.kernels import norms
 import numba.core.event as event
 with event.install_recorder("numba:compile") as recorder:
     seen = []
     compiling.warm_up(lambda name, done, total: seen.append((name, done, total)))
-assert seen == [("_normalise", 1, 2), ("_embed", 2, 2)], seen
+assert seen == [("_normalise", 1, 3), ("_look_up_bf16", 2, 3), ("_embed", 3, 3)], seen
 x = np.full((1, 4), 3.0, np.float32)
 norms.normalise(x, np.ones(4, np.float32), 0.0, x)
 print(sum(e.is_start for _, e in recorder.buffer) > 0, x[0, 0], compiling.cache_directory())
 """
 
 
-def environment(home: Path) -> dict[str, str]:
-    return os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT), "HOME": str(home)}
+def environment(home: Path, root: Path = ROOT) -> dict[str, str]:
+    return os.environ | {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(root), "HOME": str(home)}
 
 
-def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(home: Path, root: Path = ROOT) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        env=environment(home),
+        [sys.executable, "-c", SCRIPT],
+        env=environment(home, root),
         cwd=home,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,7 +68,7 @@ def test_of_several_processes_at_once_one_compiles_and_the_next_run_loads(home: 
 def test_damaged_and_empty_cache_files_are_compiled_anew(home: Path) -> None:
     _, _, directory = finish(start(home))
     files = sorted(directory.glob("*.nbc")) + sorted(directory.glob("*.nbi"))
-    assert len(files) == 4
+    assert len(files) == 6
     files[0].write_bytes(b"")
     files[1].write_bytes(files[1].read_bytes()[:100])
     files[2].write_bytes(b"nothing of ours")
@@ -83,16 +78,16 @@ def test_damaged_and_empty_cache_files_are_compiled_anew(home: Path) -> None:
 
 def test_an_edit_anywhere_in_the_kernels_makes_old_code_unreachable(home: Path) -> None:
     """Also in a file that only a helper of the kernel lies in."""
-    source = ROOT / "cascadia_p2p" / "engine" / "kernels"
     edited = home / "edited"
-    shutil.copytree(source, edited, ignore=shutil.ignore_patterns("__pycache__"))
-    first = finish(start(home, str(edited)))
+    package = edited / "cascadia_p2p"
+    shutil.copytree(ROOT / "cascadia_p2p", package, ignore=shutil.ignore_patterns("__pycache__"))
+    first = finish(start(home, edited))
     assert first[:2] == (True, 1.0)
-    simd = edited / "simd.py"
+    simd = package / "compiled" / "simd.py"
     text = simd.read_text()
     assert text.count("lambda b, a: b.fmul(a[0], a[1])") == 1
     simd.write_text(text.replace("b.fmul(a[0], a[1])", "b.fadd(a[0], a[1])"))
-    second = finish(start(home, str(edited)))
+    second = finish(start(home, edited))
     assert second[0] is True
     # 3 + 1/3 in place of 3 * 1/3, then + 1 in place of * 1.
     assert second[1] == pytest.approx(3 + 1 / 3 + 1)

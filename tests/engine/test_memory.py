@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -15,10 +15,21 @@ from fixtures.reference import load_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cascadia_p2p.engine.memory import RESERVE, MemoryNeed, available_memory, in_words, require_memory
+from cascadia_p2p.engine.footprint import Backend, Footprint
+from cascadia_p2p.engine.memory import (
+    RESERVE,
+    MemoryNeed,
+    available_memory,
+    in_words,
+    require_memory,
+    shard_weights,
+    stage_memory,
+)
+from cascadia_p2p.engine.slots import cached_positions
 from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.inkling.config import InklingConfig
-from cascadia_p2p.models.inkling.memory import memory_need
+from cascadia_p2p.models.inkling.memory import inkling_sizes, memory_need
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.types import Promise
 
@@ -28,6 +39,20 @@ GIB = 2**30
 def need(promise: Promise) -> MemoryNeed:
     """One gibibyte of weights, a megabyte for 64 positions of a slot."""
     return MemoryNeed(GIB, promise.slots * -(-promise.context // 64) * 2**20, 10 * 2**20)
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    encoding: Encoding
+    shape: tuple[int, ...]
+
+
+class Shard:
+    """A shard's table, without a shard."""
+
+    def __init__(self, entries: dict[str, StoredEntry]) -> None:
+        self.names = tuple(entries)
+        self.entry = entries.__getitem__
 
 
 WANTED = Promise(slots=8, context=8192, rows=64)
@@ -88,13 +113,55 @@ def test_bytes_of_the_full_model_are_those_of_its_sizes() -> None:
     one = memory_need(config, range(5, 6), promise, 16)
     experts = 258 * 6144 * (3 * 3072 + 1)
     projections = 6144 * (2 * 64 * 128 + 2 * 8 * 128 + 64 * 16)
-    assert one.weights == 4 * (experts + projections)
+    # Norms of heads and layers, convolutions, relative projection, routing bias and scale.
+    small = 2 * 128 + 4 * 2 * 8 * 128 + 16 * 1024 + 2 * 6144 + 4 * 2 * 6144 + 256 + 1
+    assert one.weights == 4 * (experts + projections + small)
     # A global layer keeps 8 KiB a position; four histories of 19 inputs stand beside that.
     assert one.caches == 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
     sliding = memory_need(config, range(6, 7), promise, 16)
     assert sliding.caches == 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
     tail = memory_need(config, range(65, 66), promise, 16)
     assert tail.weights - one.weights == 4 * 200058 * 6144
+
+
+def test_half_the_cache_is_offered_where_it_helps() -> None:
+    def halved(promise: Promise) -> MemoryNeed:
+        whole = need(promise)
+        return replace(whole, caches=whole.caches // 2)
+
+    total = need(WANTED).total
+    with pytest.raises(CapacityError, match=r"would fit with --cache bf16 or with --slots 4 or with --con"):
+        require_memory(need, WANTED, total - 2**29, halved)
+    # Neither alone is enough: one slot of 64 positions takes a mebibyte, or half of one.
+    least = GIB + 10 * 2**20 + RESERVE
+    with pytest.raises(CapacityError, match=r"would fit with --slots 1 --context 64 --cache bf16$"):
+        require_memory(need, WANTED, least + 2**19, halved)
+    with pytest.raises(CapacityError, match=r"no smaller promise fits; .* more shards"):
+        require_memory(need, WANTED, GIB, halved)
+
+
+def test_weights_follow_the_shards_own_table() -> None:
+    """What fills up blocks counts where they are mapped as they are, and does not where a copy is packed."""
+    int4, int8 = StoredEntry(Encoding.INT4, (3, 40, 70)), StoredEntry(Encoding.INT8, (40, 64))
+    shard = Shard({"a": int4, "b": int8, "c": StoredEntry(Encoding.F32, (7,)), "embed.weight": int8})
+    blocks = 3 * 3 * 2 * 576 + 3 * 1024 + 48 * 4
+    assert shard_weights(shard, Backend.KERNELS) == blocks + 28
+    packed = round(3 * 40 * 70 * 18.5 / 32) + 40 * 64 + 40 * 4
+    assert shard_weights(shard, Backend.OPENVINO_GPU) == packed + 28
+
+
+def test_bf16_halves_keys_and_values_and_nothing_else() -> None:
+    sizes = inkling_sizes(load_case("tiny12").recipe.config())
+    promise, exact = Promise(slots=2, context=512, rows=16), Footprint(Backend.KERNELS)
+    whole = stage_memory(sizes, range(12), promise, 16, exact)
+    half = stage_memory(sizes, range(12), promise, 16, replace(exact, cache=Encoding.BF16))
+    kept = sum(
+        2 * cached_positions(promise, layer.cache.window, 16) * layer.cache.position_bytes
+        for layer in sizes.layers
+    )
+    assert whole.caches - half.caches == kept // 2
+    assert replace(half, caches=whole.caches) == whole
+    assert 0 < whole.mapped < whole.weights
 
 
 def test_need_grows_with_the_promise() -> None:
@@ -112,11 +179,13 @@ ROOMY = Recipe(
 ROOMY_PROMISE = Promise(slots=8, context=4096, rows=16)
 GROWTH = """
 import psutil
+from cascadia_p2p.compiled import compiling
 from engine_world import Ring, sample_weights
 from test_memory import ROOMY, ROOMY_PROMISE
 sample_weights(ROOMY)
+compiling.warm_up()
 before = psutil.Process().memory_info().rss
-ring = Ring(ROOMY, (6,), ROOMY_PROMISE)
+ring = Ring(ROOMY, (6,), ROOMY_PROMISE, precision="openvino")
 assert ring.stages[0].held(0) == 0
 print(psutil.Process().memory_info().rss - before)
 """

@@ -210,16 +210,14 @@ def test_a_layer_that_raises_fails_its_streams_and_the_ring_goes_on() -> None:
         def __call__(self, *arguments: object) -> None:
             raise RuntimeError("out of something")
 
-    layers = world.stages[0].model.layers
-    assert isinstance(layers, list)
-    kept = layers[3]
-    layers[3] = Broken()
-    with capture_logs() as logs:
+    layers = list(world.stages[0].model.layers)
+    broken = [*layers[:3], Broken(), *layers[4:]]
+    with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
+        patch.setattr(world.stages[0].model, "_layers", broken)
         marked, rows = world.send([Window(1, 0, IDS[:30])])
     assert marked["error"].tolist() == [SegmentError.INTERNAL]
     assert [entry["event"] for entry in logs] == ["stage_failed"]
     assert not rows.any()
-    layers[3] = kept
     world.start(1)
     assert np.array_equal(world.logits([Window(1, 0, IDS[:30])]), expected()[:30])
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from cascadia_p2p.engine.footprint import Backend, Footprint, Form
+from cascadia_p2p.engine.footprint import Backend, Footprint
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.family import read_config
 from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 from cascadia_p2p.models.sizing import model_sizes
@@ -25,7 +26,10 @@ from cascadia_p2p.types import Promise
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GIGABIT = Link(rate=117e6, latency_s=0.45e-3)
-INT4 = {backend: Footprint(backend, Form.INT4, Form.INT8, Form.INT8, Form.BF16) for backend in Backend}
+INT4 = {
+    backend: Footprint(backend, Encoding.INT4, Encoding.INT8, Encoding.INT8, Encoding.BF16)
+    for backend in Backend
+}
 
 
 @cache

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from planning_world import INT4, demand, pcs, published
 
-from cascadia_p2p.engine.footprint import RULES, Backend, Footprint, Form
+from cascadia_p2p.engine.footprint import RULES, Backend, Footprint
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.planning.machine import GpuMemory
 from cascadia_p2p.planning.measured import read_measured
 from cascadia_p2p.planning.needs import Demand, Needs
@@ -40,7 +41,7 @@ def table(head: str) -> dict[str, list[str]]:
 
 def fewest(model: str, row: str, memory: str, slots: int) -> int | None:
     backend, gpu, lean = ROWS[row]
-    footprint = Footprint(backend, Form.INT4, Form.INT8, Form.INT8, Form.BF16, lean)
+    footprint = Footprint(backend, Encoding.INT4, Encoding.INT8, Encoding.INT8, Encoding.BF16, lean)
     needs = Needs(published(model), Demand(Promise(slots, 1024, 64), footprint))
     return fewest_stages(needs.lack(pcs(1, memory, backend, gpu)[0]) <= 0)
 
@@ -71,7 +72,7 @@ def test_the_rules() -> None:
         ("`openvino`, CPU", Backend.OPENVINO_CPU),
         ("`openvino`, GPU", Backend.OPENVINO_GPU),
     ):
-        for form, cell in zip((Form.INT4, Form.INT8, Form.F32), rows[name], strict=False):
+        for form, cell in zip((Encoding.INT4, Encoding.INT8, Encoding.F32), rows[name], strict=False):
             number = re.match(r"[\d.]+", cell)
             assert number is not None
             assert float(number[0]) == pytest.approx(RULES[backend, form].weight, abs=5e-4)

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_world import INT4, demand, pcs, published, tiny_model
 
-from cascadia_p2p.engine.footprint import RULES, Backend, Footprint, Form
+from cascadia_p2p.engine.footprint import RULES, Backend, Footprint
 from cascadia_p2p.engine.load import REWIND
 from cascadia_p2p.engine.memory import RESERVE, stage_memory
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.inkling.memory import inkling_sizes
 from cascadia_p2p.models.inkling.names import Spelling, plan_tensors
@@ -99,9 +100,7 @@ def test_matrices_are_those_of_the_checkpoint() -> None:
     assert weights(Part.PROJECTIONS) == numbers(TensorRole.PROJECTIONS)
     assert weights(Part.HEAD) == numbers(TensorRole.HEAD)
     assert sizes.embedding.weights == numbers(TensorRole.EMBEDDING)
-    assert sum(layer.small for layer in sizes.layers) == numbers(TensorRole.SMALL, ".router") - sum(
-        config.experts for sparse in config.sparse if sparse
-    )
+    assert sum(layer.small for layer in sizes.layers) == numbers(TensorRole.SMALL, "layers.")
 
 
 def test_bytes_of_the_published_model_are_those_of_its_facts() -> None:
@@ -124,19 +123,22 @@ def test_bytes_of_the_published_model_are_those_of_its_facts() -> None:
 
 def test_every_rule_has_a_source_and_orders_forms_by_size() -> None:
     for backend in Backend:
-        rules = [RULES[backend, form] for form in (Form.INT4, Form.INT8, Form.F32)]
+        rules = [RULES[backend, form] for form in (Encoding.INT4, Encoding.INT8, Encoding.F32)]
         assert [rule.weight for rule in rules] == sorted(rule.weight for rule in rules)
         assert all(rule.source and rule.codes <= rule.weight for rule in rules)
-    assert RULES[Backend.KERNELS, Form.INT4].weight == 0.5625
-    assert 0.57 < RULES[Backend.OPENVINO_GPU, Form.INT4].weight < 0.59
-    assert (RULES[Backend.OPENVINO_CPU, Form.INT4].least, RULES[Backend.OPENVINO_CPU, Form.INT4].weight) == (
+    assert RULES[Backend.KERNELS, Encoding.INT4].weight == 0.5625
+    assert 0.57 < RULES[Backend.OPENVINO_GPU, Encoding.INT4].weight < 0.59
+    assert (
+        RULES[Backend.OPENVINO_CPU, Encoding.INT4].least,
+        RULES[Backend.OPENVINO_CPU, Encoding.INT4].weight,
+    ) == (
         0.64,
         0.77,
     )
 
 
 def test_stk_21_a_tensor_beyond_the_gpus_largest_allocation_is_refused_by_name() -> None:
-    footprint = Footprint(Backend.OPENVINO_GPU, Form.INT4, Form.INT8, Form.F32, Form.BF16)
+    footprint = Footprint(Backend.OPENVINO_GPU, Encoding.INT4, Encoding.INT8, Encoding.F32, Encoding.BF16)
     question = Question(
         published("975b"),
         Demand(Promise(1, 1024, 64), footprint),

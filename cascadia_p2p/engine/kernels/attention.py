@@ -37,6 +37,7 @@ from cascadia_p2p.engine.kernels.blocks import (
 )
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.convolution import convolved, new_history, remember, taps_first
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
 from cascadia_p2p.engine.kernels.norms import inverse_rms, scale_row
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -358,6 +359,33 @@ class Attention:
             self._values,
             table,
         )
+
+    def record(self) -> Record:
+        """`ATTENTION` [1] without the addresses of rows; good for as long as this lives."""
+        key_taps, value_taps, key_history, value_history, q_norm, k_norm, bias, *_ = self._state
+        sizes, record = self._sizes, np.zeros(1, ATTENTION)
+        for name in ("heads", "kv_heads", "dim", "ranks", "extent", "taps"):
+            record[name] = getattr(sizes, name)
+        record["stored"], record["window"] = sizes.stored_dim, self._window
+        addressed = {
+            "key_taps": key_taps,
+            "value_taps": value_taps,
+            "key_history": key_history,
+            "value_history": value_history,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "bias": bias,
+            "keys": self._keys,
+            "values": self._values,
+            "table": self._table,
+        }
+        for name, array in addressed.items():
+            record[name] = array.ctypes.data
+        record["slots"], record["depth"], _ = key_history.shape
+        record["blocks"], record["ring"] = len(self._keys), self._table.shape[1]
+        record["floor"], record["alpha"] = self._scaling
+        record["eps"] = self._eps
+        return record
 
     def __call__(self, rows: RowTable, q: F32, k: F32, v: F32, r: F32, out: F32) -> None:
         """Append the rows' keys and values, then attend.

@@ -31,13 +31,14 @@ from cascadia_p2p.compiled.simd import F32, LANES
 from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, fetch, readable
 from cascadia_p2p.engine.kernels.query_tiles import (
     SEGMENT_BLOCKS,
+    add_block,
     clear,
     copy_record,
     finish,
     fold,
     padded,
     record_numbers,
-    take_block,
+    score_block,
 )
 from cascadia_p2p.engine.kernels.rows import I32
 
@@ -234,9 +235,11 @@ def attend_tile(
     clear(records, base, padded(count), stored)
     for b in range(first, end):
         block = np.int64(table[slot, b % ring]) * kv_heads + kv_head
+        following = np.int64(table[slot, (b + 1) % ring]) * kv_heads + kv_head
         key = fetch(keys, block * dim * BLOCK, dim * BLOCK, work, key_room)
         value = fetch(values, block * BLOCK * stored, BLOCK * stored, work, value_room)
-        take_block(
+        start = b * BLOCK
+        score_block(
             work,
             query,
             relative,
@@ -248,12 +251,25 @@ def attend_tile(
             rows,
             position,
             window,
-            b * BLOCK,
+            start,
             ready_keys,
             key,
+            keys,
+            following * dim * BLOCK,
+        )
+        add_block(
+            work,
+            scores,
+            group,
+            rows,
+            position,
+            window,
+            start,
             ready_values,
             value,
             stored,
+            values,
+            following * BLOCK * stored,
             records,
             base,
         )

@@ -24,6 +24,7 @@ from cascadia_p2p.compiled.simd import (
     total,
 )
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import SUM, Record
 from cascadia_p2p.engine.kernels.norms import scale_row
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -64,6 +65,43 @@ def remember(inputs: F32, history: F32, slots: I32, positions: I32, after: I32) 
                 store_part(history, place + c, load_part(inputs, row * width + c, width - c), width - c)
 
 
+@part
+def add_convolved_row(
+    x: F32,
+    inputs: F32,
+    history: F32,
+    taps: F32,
+    row: int,
+    slot: int,
+    position: int,
+    before: int,
+    layer: int,
+    failed: I32,
+    norm: F32,
+    eps: float,
+    normed: F32,
+) -> None:
+    """`x += convolution(input) + input` for one row, then the norm if there is one.
+
+    Where the row has not failed and its sum is not finite, `failed` becomes `layer`.
+    """
+    depth, width = history.shape[1], history.shape[2]
+    ring = slot * depth + position % depth
+    squares, check = splat(0.0), splat(0.0)
+    for c in range(0, width, LANES):
+        update = convolved(inputs, history, taps, row, ring, position, before, c)
+        value = add(load_part(x, row * width + c, width - c), update)
+        store_part(x, row * width + c, value, width - c)
+        squares = fma(value, value, squares)
+        # Zero, unless some value is infinite or not a number.
+        check = fma(value, splat(0.0), check)
+    if failed[row] < 0 and total(check) != 0.0:
+        failed[row] = layer
+    if norm.shape[0] > 0:
+        factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
+        scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
+
+
 @kernel(
     "(float32[:,::1], float32[:,::1], float32[:,:,::1], float32[:,::1], int32[::1], int32[::1], int32[::1], "
     "int32[::1], int32, int32[::1], float32[::1], float64, float32[:,::1])"
@@ -83,22 +121,22 @@ def _add_convolved(
     eps: float,
     normed: F32,
 ) -> None:
-    depth, width = history.shape[1], history.shape[2]
     for row in range(x.shape[0]):
-        ring = slots[row] * depth + positions[row] % depth
-        squares, check = splat(0.0), splat(0.0)
-        for c in range(0, width, LANES):
-            update = convolved(inputs, history, taps, row, ring, positions[row], before[row], c)
-            value = add(load_part(x, row * width + c, width - c), update)
-            store_part(x, row * width + c, value, width - c)
-            squares = fma(value, value, squares)
-            # Zero, unless some value is infinite or not a number.
-            check = fma(value, splat(0.0), check)
-        if failed[row] < 0 and total(check) != 0.0:
-            failed[row] = layer
-        if norm.shape[0] > 0:
-            factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
-            scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
+        add_convolved_row(
+            x,
+            inputs,
+            history,
+            taps,
+            row,
+            slots[row],
+            positions[row],
+            before[row],
+            layer,
+            failed,
+            norm,
+            eps,
+            normed,
+        )
     remember(inputs, history, slots, positions, after)
 
 
@@ -137,6 +175,16 @@ class ResidualConvolution:
         self._layer = layer
         if norm is not None:
             expect("norm", norm, (channels,))
+
+    def record(self) -> Record:
+        """`SUM` [1] without the address of the update; good for as long as this lives."""
+        record = np.zeros(1, SUM)
+        record["taps"], record["history"] = self._taps.ctypes.data, self._history.ctypes.data
+        record["tap_count"] = len(self._taps)
+        record["slots"], record["depth"], _ = self._history.shape
+        record["norm"] = self._norm.ctypes.data if self._norm.size else 0
+        record["layer"], record["eps"] = self._layer, self._eps
+        return record
 
     def __call__(self, rows: RowTable, x: F32, update: F32, normed: F32, failed: I32) -> None:
         """Change `x` in place and fill `normed`.

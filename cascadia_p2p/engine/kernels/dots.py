@@ -2,8 +2,8 @@
 
 A block row is sixteen outputs over all inputs (`matrices.encoding`). A panel holds M rows of activations:
 codes int8 [groups of 32][M][32], scales float32 [groups][M], and minus the sums of codes, int32 [groups][M],
-which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no sum over lanes;
-activations are broadcast four bytes at a time.
+which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no
+sum over lanes; activations are broadcast four bytes at a time.
 
 Sums of codes are exact integers, and the float32 sum of an output over groups goes in order of the groups:
 a row's result depends neither on the instruction set nor on M.
@@ -108,7 +108,8 @@ class _Emitter:
             # Sums of 16 bits hold a whole group: 16 products of at most 15 x 127.
             pairs = self.call("llvm.x86.avx2.pmadd.ub.sw", shorts, (weights, activations))
             return self.b.add(total, pairs)
-        # Two products of 255 x 127 would not fit 16 bits: the sign goes to the activations, at most 128 stays.
+        # Two products of 255 x 127 would not fit 16 bits: the sign goes to the activations, at most 128
+        # stays.
         signed = self.b.xor(weights, self.constant(_BYTE, 32, 0x80))
         size = self.call("llvm.abs.v32i8", bytes_, (signed, _BIT(0)))
         turned = self.call("llvm.x86.avx2.psign.b", bytes_, (activations, signed))
@@ -131,10 +132,11 @@ class _Block:
 
     def __init__(self, e: _Emitter, encoding: Encoding, rows: int) -> None:
         self.e, self.rows = e, rows
-        self.bits = 4 if encoding is Encoding.INT4 else 8
+        self.affine = encoding is Encoding.INT4_AFFINE
+        self.bits = 4 if self.affine or encoding is Encoding.INT4 else 8
         self.grouped = encoding is not Encoding.INT8
         self.size = encoding.block_bytes or 0
-        self.first_code = _SCALES if self.grouped else 0
+        self.first_code = _SCALES * (self.grouped + self.affine)
         # One row keeps products of high nibbles, sixteen times too large, in a sum of their own: no shifts.
         self.apart = self.bits == 4 and rows == 1 and e.set is not Instructions.AVX2
 
@@ -150,9 +152,7 @@ class _Block:
     def group(self, g: int, w: _Value, q: _Value, s: _Value, c: _Value, sums: list[_Value]) -> None:
         """Add one group of 32 inputs to every row's float32 sums."""
         e, b, rows = self.e, self.e.b, self.rows
-        # Weights are stored too large by 8 or 128.
-        shift = e.ints(3 if self.bits == 4 else 7)
-        initial = [b.shl(e.spread(c, (g * rows + r) * 4, _INT), shift) for r in range(rows)]
+        initial = [self._initial(c, g, r) for r in range(rows)]
         low = [[e.start(initial[r], self.bits)] * e.halves for r in range(rows)]
         high = [[e.ints(0)] * e.halves for _ in range(rows)]
         for step in range(4 if self.bits == 4 else 8):
@@ -167,7 +167,8 @@ class _Block:
             else:
                 upper = [b.and_(b.lshr(v, e.ints(4)), mask) for v in codes]
             self._products(high if self.apart else low, upper, q, g, 8 * step + 4)
-        scales = self._scales(w, g) if self.grouped else []
+        scales = self._halves(w, g * 2 * _OUTPUTS) if self.grouped else []
+        offsets = self._halves(w, _SCALES + g * 2 * _OUTPUTS) if self.affine else []
         for r in range(rows):
             own = e.spread(s, (g * rows + r) * 4, _FLOAT)
             for h in range(e.halves):
@@ -178,6 +179,17 @@ class _Block:
                 factor = b.fmul(own, scales[h]) if self.grouped else own
                 at = r * e.halves + h
                 sums[at] = e.fma(number, factor, sums[at])
+                if self.affine:
+                    minus = b.sitofp(e.spread(c, (g * rows + r) * 4, _INT), _vector(_FLOAT, e.lanes))
+                    sums[at] = e.fma(minus, b.fneg(b.fmul(own, offsets[h])), sums[at])
+
+    def _initial(self, c: _Value, g: int, r: int) -> _Value:
+        """What makes up for weights being stored too large by 8 or 128; offsets of their own need nothing."""
+        e = self.e
+        if self.affine:
+            return e.ints(0)
+        shift = e.ints(3 if self.bits == 4 else 7)
+        return e.b.shl(e.spread(c, (g * self.rows + r) * 4, _INT), shift)
 
     def _codes(self, w: _Value, g: int, step: int) -> list[_Value]:
         e = self.e
@@ -194,10 +206,11 @@ class _Block:
             for h in range(e.halves):
                 sums[r][h] = e.add_products(sums[r][h], weights[h], x, self.bits)
 
-    def _scales(self, w: _Value, g: int) -> list[_Value]:
+    def _halves(self, w: _Value, at: int) -> list[_Value]:
+        """Sixteen FP16 numbers of a group, as float32."""
         e = self.e
         kind, size = _vector(_HALF, e.lanes), 2 * e.lanes
-        halves = [e.load(w, g * 2 * _OUTPUTS + h * size, kind, size) for h in range(e.halves)]
+        halves = [e.load(w, at + h * size, kind, size) for h in range(e.halves)]
         return [e.b.fpext(half, _vector(_FLOAT, e.lanes)) for half in halves]
 
 
@@ -251,6 +264,7 @@ def _dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int, int, int
 
 
 _dot_int4 = _dot(Encoding.INT4)
+_dot_int4_affine = _dot(Encoding.INT4_AFFINE)
 _dot_int8 = _dot(Encoding.INT8)
 _dot_int8_grouped = _dot(Encoding.INT8_GROUPED)
 
@@ -274,6 +288,14 @@ def dot_int4(
         ahead: how many bytes further on weights are asked for.
     """
     _dot_int4(rows, weights, codes, scales, offsets, out, blocks, ahead)
+
+
+@kernel(_SIGNATURE)
+def dot_int4_affine(
+    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+) -> None:
+    """As `dot_int4`, for codes with a scale and an offset a group."""
+    _dot_int4_affine(rows, weights, codes, scales, offsets, out, blocks, ahead)
 
 
 @kernel(_SIGNATURE)

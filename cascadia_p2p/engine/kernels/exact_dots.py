@@ -32,6 +32,7 @@ _INT, _LONG, _BYTE = ir.IntType(32), ir.IntType(64), ir.IntType(8)
 _HALF, _FLOAT, _VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
 _INTS, _FLOATS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_INT, _FLOAT, _HALF))
 _SUMS: Final = 4
+_FOUR_BIT: Final = (Encoding.INT4, Encoding.INT4_AFFINE)
 
 
 def _all(kind: Any, value: float) -> _Value:
@@ -54,51 +55,64 @@ def _spread(b: _Builder, value: _Value) -> _Value:
     return b.shuffle_vector(b.insert_element(anything, value, _INT(0)), anything, _all(_INTS, 0))
 
 
-def _numbers(b: _Builder, codes: _Value, shift: int, bits: int) -> _Value:
-    """Unsigned codes at a place of each lane, as float32 without their offset.
+def _fma(b: _Builder, x: _Value, y: _Value, z: _Value) -> _Value:
+    return _call(b, "llvm.fma.v16f32", _FLOATS, (x, y, z))
+
+
+def _total(b: _Builder, parts: list[_Value]) -> _Value:
+    return b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
+
+
+def _numbers(b: _Builder, codes: _Value, shift: int, bits: int, more: int) -> _Value:
+    """Unsigned codes at a place of each lane, as float32 without what they are stored too large by.
 
     Codes go into the low bits of 2^23, whose float32 neighbours are one apart.
     """
     shifted = b.lshr(codes, _all(_INTS, shift)) if shift else codes
     code = b.and_(shifted, _all(_INTS, (1 << bits) - 1))
     number = b.bitcast(b.or_(code, _all(_INTS, 0x4B000000)), _FLOATS)
-    return b.fsub(number, _all(_FLOATS, 8388608.0 + (1 << (bits - 1))))
+    return b.fsub(number, _all(_FLOATS, 8388608.0 + more))
 
 
 def _places(encoding: Encoding) -> list[tuple[int, int, int]]:
-    """For each input of a group: the vector of codes, the place in its lanes, the input. In order of loads."""
-    if encoding is Encoding.INT4:
-        return [(j, 8 * b + 4 * half, 8 * j + 4 * half + b) for j in range(4) for half in (0, 1) for b in range(4)]
+    """For each input of a group: the vector of codes, the place in its lanes, the input. In order of
+    loads."""
+    if encoding in _FOUR_BIT:
+        return [
+            (j, 8 * b + 4 * half, 8 * j + 4 * half + b) for j in range(4) for half in (0, 1) for b in range(4)
+        ]
     return [(j, 8 * b, 4 * j + b) for j in range(8) for b in range(4)]
 
 
 def _emit(b: _Builder, rows: int, arguments: Sequence[_Value], *, encoding: Encoding) -> None:
     weights, x, out = (b.inttoptr(address, _BYTE.as_pointer()) for address in arguments[:3])
     blocks, stride = arguments[3:]
-    grouped, bits = encoding is not Encoding.INT8, 4 if encoding is Encoding.INT4 else 8
-    size, first, step = encoding.block_bytes or 0, 64 if grouped else 0, 64 * (4 if bits == 4 else 8)
+    affine = encoding is Encoding.INT4_AFFINE
+    grouped, bits = encoding is not Encoding.INT8, 4 if encoding in _FOUR_BIT else 8
+    size, step = encoding.block_bytes or 0, 64 * (4 if bits == 4 else 8)
+    first, more = 64 * (grouped + affine), 0 if affine else 1 << (bits - 1)
     starts = [b.gep(x, [b.mul(stride, _LONG(r))]) for r in range(rows)]
 
     def group(g: int, w: _Value, inputs: list[_Value], sums: list[_Value]) -> None:
         parts = [[_all(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
+        plain = [[_all(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
         loaded: dict[int, _Value] = {}
         for vector, shift, k in _places(encoding):
             if vector not in loaded:
                 loaded[vector] = _load(b, w, first + g * step + 64 * vector, _INTS, 64)
-            number = _numbers(b, loaded[vector], shift, bits)
+            number = _numbers(b, loaded[vector], shift, bits, more)
             for r in range(rows):
                 value = _spread(b, _load(b, inputs[r], 4 * (32 * g + k), _FLOAT, 4))
                 place = k % _SUMS
-                parts[r][place] = _call(b, "llvm.fma.v16f32", _FLOATS, (number, value, parts[r][place]))
-        scale = None
-        if grouped:
-            scale = b.fpext(_load(b, w, g * 32, _HALVES, 32), _FLOATS)
+                parts[r][place] = _fma(b, number, value, parts[r][place])
+                if affine:
+                    plain[r][place] = b.fadd(plain[r][place], value)
+        scale = b.fpext(_load(b, w, g * 32, _HALVES, 32), _FLOATS) if grouped else _all(_FLOATS, 1.0)
         for r in range(rows):
-            whole = b.fadd(b.fadd(parts[r][0], parts[r][1]), b.fadd(parts[r][2], parts[r][3]))
-            if scale is None:
-                sums[r] = b.fadd(sums[r], whole)
-            else:
-                sums[r] = _call(b, "llvm.fma.v16f32", _FLOATS, (whole, scale, sums[r]))
+            sums[r] = _fma(b, _total(b, parts[r]), scale, sums[r])
+            if affine:
+                offset = b.fpext(_load(b, w, 64 + g * 32, _HALVES, 32), _FLOATS)
+                sums[r] = _fma(b, _total(b, plain[r]), offset, sums[r])
 
     def body(i: _Value, sums: list[_Value]) -> list[_Value]:
         w = b.gep(weights, [b.mul(i, _LONG(size))])
@@ -133,6 +147,7 @@ def _exact_dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int], N
 
 
 _exact_dot_int4 = _exact_dot(Encoding.INT4)
+_exact_dot_int4_affine = _exact_dot(Encoding.INT4_AFFINE)
 _exact_dot_int8 = _exact_dot(Encoding.INT8)
 _exact_dot_int8_grouped = _exact_dot(Encoding.INT8_GROUPED)
 
@@ -150,6 +165,12 @@ def exact_dot_int4(rows: int, weights: int, x: int, out: int, blocks: int, strid
         stride: bytes from one row of x to the next.
     """
     _exact_dot_int4(rows, weights, x, out, blocks, stride)
+
+
+@kernel("(int64, int64, int64, int64, int64, int64)")
+def exact_dot_int4_affine(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
+    """As `exact_dot_int4`, for codes with a scale and an offset a group."""
+    _exact_dot_int4_affine(rows, weights, x, out, blocks, stride)
 
 
 @kernel("(int64, int64, int64, int64, int64, int64)")

@@ -1,7 +1,9 @@
-"""Mixtures of gated MLPs: every row passes some of them, and each one's weights are read once for all its rows.
+"""Mixtures of gated MLPs: every row passes some of them, and each one's weights are read once for all its
+rows.
 
-A row's result is the sum over its members, in order of their numbers, of `weight * down(silu(gate x) * up x)`.
-Routed experts come first and shared ones behind them; a dense MLP is a mixture of one member that all rows pass.
+A row's result is the sum over its members, in order of their numbers, of `weight * down(silu(gate x) * up
+x)`. Routed experts come first and shared ones behind them; a dense MLP is a mixture of one member that all
+rows pass.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from cascadia_p2p.compiled.compiling import part
 from cascadia_p2p.compiled.simd import F32, LANES, add, div, exp, load, mul, splat, store, sub
 from cascadia_p2p.engine.kernels.panels import put_group
 from cascadia_p2p.engine.kernels.products import (
-    ACTIVATIONS,
     Matrices,
     Matrix,
     Panels,
@@ -27,7 +28,7 @@ from cascadia_p2p.engine.kernels.products import (
     panel_start,
     put_row,
 )
-from cascadia_p2p.engine.kernels.team import claim, done, wait
+from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, OUTPUTS
 
 MIXTURE: Final = np.dtype(
@@ -47,7 +48,8 @@ MIXTURE: Final = np.dtype(
     align=True,
 )
 """A mixture as kernels see it: indexes of its stacks among the matrices, members that are routed and that all
-rows pass, members chosen a row, and whether float32 activations are wanted outside and between the products."""
+rows pass, members chosen a row, and whether float32 activations are wanted outside and between the
+products."""
 
 PICKS: Final = np.dtype(
     [
@@ -65,10 +67,10 @@ PICKS: Final = np.dtype(
 )
 """Addresses of what a mixture works with.
 
-float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed members, float32 weights [rows][always];
-int64 order [picks]: which pick stands where, sorted by member; members [n][3]: number, first panel, last + 1;
-panels [n][2]: first place, rows; and counts [members + 4] for sorting, of which the last two come out as the
-numbers of members and of panels.
+float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed
+members, float32 weights [rows][always]; int64 order [picks]: which pick stands where, sorted by member;
+members [n][3]: number, first panel, last + 1; panels [n][2]: first place, rows; and counts [members + 1]
+for sorting.
 """
 
 Mixture: TypeAlias = Any
@@ -78,17 +80,21 @@ Table: TypeAlias = npt.NDArray[np.void]
 MIXTURES_TYPE: Final = numba.from_dtype(MIXTURE)[::1]
 PICKS_TYPE: Final = numba.from_dtype(PICKS)[::1]
 
+PHASES: Final = 4
+"""Phases of `mix`."""
+
 _UNIT: Final = 2
 """Blocks of gate and of up that make one group of 32 inputs of down."""
 
 
 @part
-def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> None:
-    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size."""
+def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> tuple[int, int]:
+    """Sort the rows' picks by member, and cut each member's into panels of nearly equal size; how many of
+    each."""
     chosen, every = m.chosen, m.chosen + m.always
     total = m.routed + m.always
     ids = integers(picks.ids, rows * chosen)
-    counts = longs(picks.counts, total + 4)
+    counts = longs(picks.counts, total + 1)
     for e in range(total + 1):
         counts[e] = 0
     for row in range(rows):
@@ -124,7 +130,7 @@ def _sort_picks(m: Mixture, picks: Picks, rows: int, limit: int) -> None:
             e = m.routed + k
             order[counts[e + 1]] = row * every + chosen + k
             counts[e + 1] += 1
-    counts[total + 2], counts[total + 3] = found, panel
+    return found, panel
 
 
 @part
@@ -157,13 +163,22 @@ def mix(
         scratch: address of float32 [4][8][16] of this thread.
     """
     if claim(counters, phase, 1) == 0:
-        _sort_picks(m, picks, rows, panel_limit(planes))
+        found, panels = _sort_picks(m, picks, rows, panel_limit(planes))
+        announce(counters, phase + 1, panels)
+        announce(counters, phase + 2, found)
         done(counters, phase)
     wait(counters, phase, 1)
-    total = m.routed + m.always
-    counts = longs(picks.counts, total + 4)
-    found, panels = counts[total + 2], counts[total + 3]
-    _fill(counters, phase + 1, m, matrices[m.gate if m.routed > 0 else m.always_gate], picks, outer, panels, planes)
+    panels, found = announced(counters, phase + 1), announced(counters, phase + 2)
+    _fill(
+        counters,
+        phase + 1,
+        m,
+        matrices[m.gate if m.routed > 0 else m.always_gate],
+        picks,
+        outer,
+        panels,
+        planes,
+    )
     _inward(counters, phase + 2, m, matrices, picks, outer, inner, found, planes, threads, scratch)
     _outward(counters, phase + 3, m, matrices, picks, inner, found, rows, planes, threads, scratch)
 
@@ -222,7 +237,21 @@ def _inward(
                 one, other, index = matrices[m.always_gate], matrices[m.always_up], e - m.routed
             for panel in range(members[3 * at + 1], members[3 * at + 2]):
                 fresh = panel == members[3 * at + 1]
-                _unit(m, one, other, index, unit, panel, picks, outer, inner, down.blocks, planes, fresh, scratch)
+                _unit(
+                    m,
+                    one,
+                    other,
+                    index,
+                    unit,
+                    panel,
+                    picks,
+                    outer,
+                    inner,
+                    down.blocks,
+                    planes,
+                    fresh,
+                    scratch,
+                )
         done(counters, phase)
     wait(counters, phase, chunks)
 
@@ -310,7 +339,9 @@ def _outward(
                 for panel in range(members[3 * at + 1], members[3 * at + 2]):
                     fresh = panel == members[3 * at + 1]
                     if e < m.routed:
-                        _add(m, matrices[m.down], e, block, panel, picks, inner, planes, fresh, result, scratch)
+                        _add(
+                            m, matrices[m.down], e, block, panel, picks, inner, planes, fresh, result, scratch
+                        )
                     else:
                         own = e - m.routed
                         stack = matrices[m.always_down]

@@ -1,7 +1,9 @@
-"""Panels of activations: rows as codes of 8 bits a group of 32, or as plain float32, in the order products read.
+"""Panels of activations: rows as codes of 8 bits a group of 32, or as plain float32, in the order products
+read.
 
-With one plane a group of x is `code * scale`, scale = largest / 127. With two the rounding that the first leaves
-is coded again, 254 times finer: `code * scale + rest * scale / 254`, which takes the place of a second row.
+With one plane a group of x is `code * scale`, scale = largest / 127. With two the rounding that the first
+leaves is coded again, 254 times finer: `code * scale + rest * scale / 254`, which takes the place of a
+second row.
 
 A group with a number that is not finite gets the scale NaN, so that the row's results are not finite either.
 """
@@ -54,7 +56,9 @@ def _place(b: _Builder, address: _Value, offset: int, kind: Any) -> _Value:
     return b.inttoptr(b.add(address, _LONG(offset)), kind.as_pointer())
 
 
-def _store_codes(b: _Builder, values: list[_Value], codes: _Value, offset: int) -> tuple[list[_Value], _Value]:
+def _store_codes(
+    b: _Builder, values: list[_Value], codes: _Value, offset: int
+) -> tuple[list[_Value], _Value]:
     """Round to codes and store 32 bytes; the rounded numbers, and the sum of the codes."""
     rounded = [_call(b, "llvm.rint.v16f32", _FLOATS, (value,)) for value in values]
     whole = [b.fptosi(value, _INTS) for value in rounded]

@@ -1,11 +1,12 @@
 """Products of stored matrices with panels of activations: a block of sixteen outputs at a time.
 
-A set of rows lies in panels of nearly equal size, at most `most_rows(planes)` rows each, one after the other: as
-codes for coded matrices, as float32 for the others and with `EXACT`.
+A set of rows lies in panels of nearly equal size, at most `most_rows(planes)` rows each, one after the
+other: as codes for coded matrices, as float32 for the others and with `EXACT`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 import numba
@@ -14,11 +15,12 @@ import numpy.typing as npt
 
 from cascadia_p2p.compiled.addresses import call, floats
 from cascadia_p2p.compiled.compiling import address, part
-from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int8, dot_int8_grouped
+from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int4_affine, dot_int8, dot_int8_grouped
 from cascadia_p2p.engine.kernels.exact_dots import (
     MOST_ROWS,
     exact_dot_f32,
     exact_dot_int4,
+    exact_dot_int4_affine,
     exact_dot_int8,
     exact_dot_int8_grouped,
 )
@@ -30,10 +32,11 @@ from cascadia_p2p.matrices.encoding import INPUTS, OUTPUTS, Encoding, StoredMatr
 EXACT: Final = 0
 """Planes of float32 activations."""
 
-_F32, _INT4, _INT8, _GROUPED = 0, 1, 2, 3
-_KINDS: Final = {
+_F32, _INT4, _INT8, _GROUPED, _AFFINE = range(5)
+_KINDS: Final[dict[Encoding, tuple[int, Callable[..., None] | None, Callable[..., None]]]] = {
     Encoding.F32: (_F32, None, exact_dot_f32),
     Encoding.INT4: (_INT4, dot_int4, exact_dot_int4),
+    Encoding.INT4_AFFINE: (_AFFINE, dot_int4_affine, exact_dot_int4_affine),
     Encoding.INT8: (_INT8, dot_int8, exact_dot_int8),
     Encoding.INT8_GROUPED: (_GROUPED, dot_int8_grouped, exact_dot_int8_grouped),
 }
@@ -68,9 +71,9 @@ MATRIX: Final = np.dtype(
 )
 """A stored matrix, or a stack of such, as kernels see it.
 
-Addresses of codes and scales, the encoding's number, outputs, inputs, blocks of inputs, blocks of outputs, bytes
-of a block row, the address that a product's float32 [rows][outputs] goes to, and those of the code for codes and
-for float32 activations.
+Addresses of codes and scales, the encoding's number, outputs, inputs, blocks of inputs, blocks of outputs,
+bytes of a block row, the address that a product's float32 [rows][outputs] goes to, and those of the code
+for codes and for float32 activations.
 """
 
 ACTIVATIONS: Final = np.dtype(
@@ -154,7 +157,15 @@ def put_row(
 
 @part
 def block_product(
-    m: Matrix, index: int, block: int, panels: Panels, first: int, rows: int, planes: int, fresh: bool, out: int
+    m: Matrix,
+    index: int,
+    block: int,
+    panels: Panels,
+    first: int,
+    rows: int,
+    planes: int,
+    fresh: bool,
+    out: int,
 ) -> None:
     """Sixteen outputs of one matrix for one panel: float32 [rows][16] at address `out`, of room for [8][16].
 
@@ -299,12 +310,12 @@ def fill_panels(
 
 
 @part
-def fill_row(
-    x: int, inputs: int, panels: Panels, rows: int, row: int, planes: int, floats_too: bool
-) -> None:
+def fill_row(x: int, inputs: int, panels: Panels, rows: int, row: int, planes: int, floats_too: bool) -> None:
     """Put one of a set's rows, at address `x`, into its panel."""
     limit = panel_limit(planes)
     parts = (rows + limit - 1) // limit
     p = ((row + 1) * parts - 1) // rows
     start = panel_start(rows, parts, p)
-    put_row(x, inputs, panels, start, panel_start(rows, parts, p + 1) - start, row - start, planes, floats_too)
+    put_row(
+        x, inputs, panels, start, panel_start(rows, parts, p + 1) - start, row - start, planes, floats_too
+    )

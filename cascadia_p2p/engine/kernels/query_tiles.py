@@ -34,20 +34,23 @@ from cascadia_p2p.compiled.simd import (
     largest,
     load,
     mul,
+    prefetch,
     splat,
     store,
     store_part,
     sub,
     total,
 )
-from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, fetch, readable
-from cascadia_p2p.engine.kernels.rows import I32
+from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks
 
 SEGMENT_BLOCKS: Final = 32
 """Blocks of one softmax."""
 
 TOGETHER: Final = 4
 """Query vectors that registers hold at once."""
+
+_SHARES: Final = 4
+"""Fours of vectors that together prefetch a block, sixteen numbers for each row that they multiply."""
 
 _WIDE: Final = "+avx512f" in str(codegen.get_host_cpu_features())
 """Whether sixteen vectors of sums fit into the registers; otherwise four do."""
@@ -82,7 +85,16 @@ def _store4(array: F32, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None
 
 @part
 def _multiply_narrow(
-    left: F32, row: int, step: int, count: int, right: F32, at: int, stride: int, sums: F32, place: int, gap: int
+    left: F32,
+    row: int,
+    step: int,
+    count: int,
+    right: F32,
+    at: int,
+    stride: int,
+    sums: F32,
+    place: int,
+    gap: int,
 ) -> None:
     """Four rows of `left`, `step` apart, times sixteen columns of `right`, added to sums `gap` apart."""
     a, b = load(sums, place), load(sums, place + gap)
@@ -100,16 +112,31 @@ def _multiply_narrow(
 
 @part
 def _multiply_wide(
-    left: F32, row: int, step: int, count: int, right: F32, at: int, stride: int, sums: F32, place: int, gap: int
+    left: F32,
+    row: int,
+    step: int,
+    count: int,
+    right: F32,
+    at: int,
+    stride: int,
+    sums: F32,
+    place: int,
+    gap: int,
+    next_one: Blocks,
+    near: int,
+    also: int,
 ) -> None:
-    """The same with 64 columns."""
+    """The same with 64 columns; `next_one` is prefetched from `near` on, and `also` behind, as it goes."""
     a0, a1, a2, a3 = _load4(sums, place)
     b0, b1, b2, b3 = _load4(sums, place + gap)
     c0, c1, c2, c3 = _load4(sums, place + 2 * gap)
     d0, d1, d2, d3 = _load4(sums, place + 3 * gap)
     for i in range(row, row + count):
         x0, x1, x2, x3 = _load4(right, at)
+        prefetch(next_one, near)
+        prefetch(next_one, near + also)
         at += stride
+        near += LANES
         w = broadcast(left, i)
         a0, a1, a2, a3 = fma(w, x0, a0), fma(w, x1, a1), fma(w, x2, a2), fma(w, x3, a3)
         w = broadcast(left, i + step)
@@ -137,11 +164,17 @@ def _multiply(
     sums: F32,
     place: int,
     gap: int,
+    next_one: Blocks,
+    near: int,
+    also: int,
 ) -> None:
     """Four rows of `left` times all columns of `right`, whose rows are `stride` apart, added to `sums`."""
     wide = columns // BLOCK * BLOCK if _WIDE else 0
     for c in range(0, wide, BLOCK):
-        _multiply_wide(left, row, step, count, right, at + c, stride, sums, place + c, gap)
+        _multiply_wide(
+            left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also
+        )
+        near += count * LANES
     for c in range(wide, columns, LANES):
         _multiply_narrow(left, row, step, count, right, at + c, stride, sums, place + c, gap)
 
@@ -192,9 +225,18 @@ def _soften(work: F32, score: int, low: int, high: int, stored: int, records: F3
 
 @part
 def _seen(position: int, window: int, start: int) -> tuple[int, int]:
-    """The offsets, from one to before the other, of a block that a row sees; none where they do not ascend."""
+    """The offsets, from one to before the other, of a block that a row sees; none where they do not
+    ascend."""
     low = max(position - window + 1 - start, 0) if window > 0 else 0
     return low, min(position - start + 1, BLOCK)
+
+
+@part
+def _ahead(four: int, count: int, size: int, start: int) -> tuple[int, int]:
+    """Where one of the fours of vectors starts to prefetch, and how far behind that it prefetches too."""
+    if four >= _SHARES:
+        return start, 0
+    return start + four * (size // _SHARES), 0 if count > (_SHARES - 1) * TOGETHER else size // 2
 
 
 @part
@@ -235,11 +277,14 @@ def _bias_scores(
                         work,
                         scores + h * BLOCK,
                         BLOCK,
+                        bias,
+                        bias_at,
+                        0,
                     )
 
 
 @part
-def take_block(
+def score_block(
     work: F32,
     queries: int,
     relative: int,
@@ -254,37 +299,76 @@ def take_block(
     start: int,
     keys: F32,
     key: int,
-    values: F32,
-    value: int,
-    stored: int,
-    records: F32,
-    base: int,
+    next_one: Blocks,
+    next_key: int,
 ) -> None:
-    """Take a tile's query vectors over the block whose first position is `start`.
+    """Scores of a tile's query vectors against the block whose first position is `start`.
 
     In `work` stand the vectors [padded, dim] from `queries` on, their `relative` [padded, ranks], and room
-    for `scores` [padded + 4, 64]. The rows' positions start with `position`.
+    for `scores` [padded + 4, 64]. The rows' positions start with `position`. The block's keys in
+    `next_one` from `next_key` on are prefetched.
     """
-    count, size = rows * group, record_numbers(stored)
+    count = rows * group
     biased = bias.shape[0] > 0 and extent + BLOCK - 1 - position + start > 0
     if biased:
         _bias_scores(work, relative, bias, extent, group, rows, position, window, start, scores)
     zero = splat(0.0)
+    for t in range(0, count, TOGETHER):
+        low, high = _seen(position + t // group, window, start)
+        last_low, last_high = _seen(position + min(t + TOGETHER - 1, count - 1) // group, window, start)
+        if low < high or last_low < last_high:
+            score = scores + t * BLOCK
+            if not biased:
+                for d in range(0, TOGETHER * BLOCK, LANES):
+                    store(work, score + d, zero)
+            near, also = _ahead(t // TOGETHER, count, dim * BLOCK, next_key)
+            _multiply(
+                work,
+                queries + t * dim,
+                dim,
+                dim,
+                keys,
+                key,
+                BLOCK,
+                BLOCK,
+                work,
+                score,
+                BLOCK,
+                next_one,
+                near,
+                also,
+            )
+
+
+@part
+def add_block(
+    work: F32,
+    scores: int,
+    group: int,
+    rows: int,
+    position: int,
+    window: int,
+    start: int,
+    values: F32,
+    value: int,
+    stored: int,
+    next_one: Blocks,
+    next_value: int,
+    records: F32,
+    base: int,
+) -> None:
+    """Turn the scores that `score_block` left into exponentials, and add values by them to the records."""
+    count, size = rows * group, record_numbers(stored)
+    for i in range(count):
+        first, end = _seen(position + i // group, window, start)
+        if first < end:
+            _soften(work, scores + i * BLOCK, first, end, stored, records, base + i * size)
     for t in range(0, count, TOGETHER):
         last = min(t + TOGETHER, count) - 1
         low, high = _seen(position + t // group, window, start)
         last_low, last_high = _seen(position + last // group, window, start)
         if low >= high and last_low >= last_high:
             continue
-        score = scores + t * BLOCK
-        if not biased:
-            for d in range(0, TOGETHER * BLOCK, LANES):
-                store(work, score + d, zero)
-        _multiply(work, queries + t * dim, dim, dim, keys, key, BLOCK, BLOCK, work, score, BLOCK)
-        for i in range(t, last + 1):
-            first, end = _seen(position + i // group, window, start)
-            if first < end:
-                _soften(work, scores + i * BLOCK, first, end, stored, records, base + i * size)
         # Ranges of rows ascend, so what the first and the last see, all see.
         both, both_end = max(low, last_low), min(high, last_high)
         mixed = low != last_low or high != last_high
@@ -295,9 +379,23 @@ def take_block(
                 first, end = _seen(position + i // group, window, start)
                 end, weight, record = min(end, both), scores + i * BLOCK, base + i * size
                 _add_one(work, weight, first, end, values, value, stored, records, record)
-        at, left = value + both * stored, score + both
+        at, left, record = value + both * stored, scores + t * BLOCK + both, base + t * size
+        near, also = _ahead(t // TOGETHER, count, stored * BLOCK, next_value)
         _multiply(
-            work, left, BLOCK, both_end - both, values, at, stored, stored, records, base + t * size, size
+            work,
+            left,
+            BLOCK,
+            both_end - both,
+            values,
+            at,
+            stored,
+            stored,
+            records,
+            record,
+            size,
+            next_one,
+            near,
+            also,
         )
         if mixed:
             for i in range(t, last + 1):

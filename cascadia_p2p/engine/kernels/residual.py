@@ -6,11 +6,46 @@ import math
 
 import numpy as np
 
-from cascadia_p2p.compiled.compiling import kernel
+from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import F32, LANES, add, fma, load_part, splat, store_part, total
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import SUM, Record
 from cascadia_p2p.engine.kernels.norms import scale_row
 from cascadia_p2p.engine.kernels.rows import I32
+
+
+@part
+def add_update_row(
+    x: F32,
+    update: F32,
+    bias: F32,
+    row: int,
+    layer: int,
+    failed: I32,
+    norm: F32,
+    eps: float,
+    normed: F32,
+) -> None:
+    """`x += update + bias` for one row, then the norm if there is one.
+
+    Where the row has not failed and its sum is not finite, `failed` becomes `layer`.
+    """
+    width = x.shape[1]
+    squares, check = splat(0.0), splat(0.0)
+    for c in range(0, width, LANES):
+        value = load_part(update, row * width + c, width - c)
+        if bias.shape[0] > 0:
+            value = add(value, load_part(bias, c, width - c))
+        value = add(load_part(x, row * width + c, width - c), value)
+        store_part(x, row * width + c, value, width - c)
+        squares = fma(value, value, squares)
+        # Zero, unless some value is infinite or not a number.
+        check = fma(value, splat(0.0), check)
+    if failed[row] < 0 and total(check) != 0.0:
+        failed[row] = layer
+    if norm.shape[0] > 0:
+        factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
+        scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
 
 
 @kernel(
@@ -19,23 +54,8 @@ from cascadia_p2p.engine.kernels.rows import I32
 def _add_update(
     x: F32, update: F32, bias: F32, layer: int, failed: I32, norm: F32, eps: float, normed: F32
 ) -> None:
-    width = x.shape[1]
     for row in range(x.shape[0]):
-        squares, check = splat(0.0), splat(0.0)
-        for c in range(0, width, LANES):
-            value = load_part(update, row * width + c, width - c)
-            if bias.shape[0] > 0:
-                value = add(value, load_part(bias, c, width - c))
-            value = add(load_part(x, row * width + c, width - c), value)
-            store_part(x, row * width + c, value, width - c)
-            squares = fma(value, value, squares)
-            # Zero, unless some value is infinite or not a number.
-            check = fma(value, splat(0.0), check)
-        if failed[row] < 0 and total(check) != 0.0:
-            failed[row] = layer
-        if norm.shape[0] > 0:
-            factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
-            scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
+        add_update_row(x, update, bias, row, layer, failed, norm, eps, normed)
 
 
 class ResidualSum:
@@ -59,6 +79,14 @@ class ResidualSum:
         self._norm = nothing if norm is None else norm
         self._eps = eps
         self._layer = layer
+
+    def record(self) -> Record:
+        """`SUM` [1] without the address of the update; good for as long as this lives."""
+        record = np.zeros(1, SUM)
+        record["bias"] = self._bias.ctypes.data if self._bias.size else 0
+        record["norm"] = self._norm.ctypes.data if self._norm.size else 0
+        record["layer"], record["eps"] = self._layer, self._eps
+        return record
 
     def __call__(self, x: F32, update: F32, normed: F32, failed: I32) -> None:
         """Change `x` in place and fill `normed`.

@@ -35,6 +35,7 @@ from cascadia_p2p.engine.kernels.blocks import (
     stored_dim,
 )
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
 from cascadia_p2p.engine.kernels.rotary import biased, turn
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -312,6 +313,23 @@ class RotaryAttention:
             sizes.window or 0,
             1.0 / math.sqrt(sizes.dim),
         )
+
+    def record(self) -> Record:
+        """`ATTENTION` [1] without the addresses of rows; good for as long as this lives."""
+        q_bias, k_bias, v_bias, q_norm, k_norm, eps, keys, values, table, window, scale = self._state
+        sizes, record = self._sizes, np.zeros(1, ATTENTION)
+        for name in ("heads", "kv_heads", "dim"):
+            record[name] = getattr(sizes, name)
+        record["stored"], record["window"] = sizes.stored_dim, window
+        small = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "q_norm": q_norm, "k_norm": k_norm}
+        for name, array in small.items():
+            record[name] = array.ctypes.data if array.size else 0
+        for name, held in (("keys", keys), ("values", values), ("table", table)):
+            record[name] = held.ctypes.data
+        record["slots"], record["ring"] = table.shape
+        record["blocks"] = len(keys)
+        record["eps"], record["scale"] = eps, scale
+        return record
 
     def __call__(self, rows: RowTable, q: F32, k: F32, v: F32, cosines: F32, sines: F32, out: F32) -> None:
         """Append the rows' keys and values, then attend.

@@ -26,15 +26,17 @@ from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.rows import I32
 from cascadia_p2p.errors import CascadiaError
 
-_TILE: Final = 4
+TILE: Final = 4
+"""Experts whose logits are taken together."""
+
 _NOTHING: Final = np.float32(-np.inf)
 
 
 @part
-def _logits_of_tile(x: F32, weight: F32, first: int, logits: F32) -> None:
+def logits_of_tile(x: F32, weight: F32, first: int, logits: F32) -> None:
     """Logits of four experts for all rows; the last tile moves down to hold four as well."""
     width, count = weight.shape[1], weight.shape[0]
-    e = max(0, min(first, count - _TILE))
+    e = max(0, min(first, count - TILE))
     w0 = e * width
     w1, w2, w3 = min(e + 1, count - 1) * width, min(e + 2, count - 1) * width, min(e + 3, count - 1) * width
     for row in range(x.shape[0]):
@@ -56,7 +58,7 @@ def _logits_of_tile(x: F32, weight: F32, first: int, logits: F32) -> None:
 
 
 @part
-def _choose(logits: F32, scores: F32, row: int, bias: F32, ids: I32) -> None:
+def choose(logits: F32, scores: F32, row: int, bias: F32, ids: I32) -> None:
     """The experts with the largest sigmoid + bias, ties to the lower id; ids ascending.
 
     `scores` is scratch of at least as many numbers as there are routed experts.
@@ -88,7 +90,7 @@ def _choose(logits: F32, scores: F32, row: int, bias: F32, ids: I32) -> None:
 
 
 @part
-def _weigh(logits: F32, row: int, experts: int, scale: float, ids: I32, weights: F32, shared: F32) -> None:
+def weigh(logits: F32, row: int, experts: int, scale: float, ids: I32, weights: F32, shared: F32) -> None:
     """Weights `sigmoid / (sum of all sigmoids) * scale` over the chosen and the shared experts.
 
     Numerators carry a common factor that keeps the largest near one: they never vanish all at once.
@@ -127,12 +129,12 @@ def _route(
     x: F32, weight: F32, bias: F32, scale: float, logits: F32, ids: I32, weights: F32, shared: F32
 ) -> None:
     experts = bias.shape[0]
-    for tile in prange((weight.shape[0] + _TILE - 1) // _TILE):
-        _logits_of_tile(x, weight, tile * _TILE, logits)
+    for tile in prange((weight.shape[0] + TILE - 1) // TILE):
+        logits_of_tile(x, weight, tile * TILE, logits)
     scores = np.empty(experts, np.float32)
     for row in range(x.shape[0]):
-        _choose(logits, scores, row, bias, ids)
-        _weigh(logits, row, experts, scale, ids, weights, shared)
+        choose(logits, scores, row, bias, ids)
+        weigh(logits, row, experts, scale, ids, weights, shared)
 
 
 class Router:
@@ -150,6 +152,11 @@ class Router:
             raise CascadiaError(f"a router of {len(weight)} rows has a bias for {len(bias)} experts")
         self._weight, self._bias, self._scale = weight, bias, scale
         self._logits = np.empty((rows, weight.shape[0]), np.float32)
+
+    @property
+    def parts(self) -> tuple[F32, F32, float]:
+        """Weight, bias and scale."""
+        return self._weight, self._bias, self._scale
 
     def __call__(self, x: F32, ids: I32, weights: F32, shared: F32) -> None:
         """Fill in each row's experts, ids ascending, and the weights of chosen and shared ones.

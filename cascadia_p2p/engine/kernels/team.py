@@ -1,11 +1,14 @@
 """A team of threads that goes through phases of work together.
 
-Every thread runs the same program. A phase is cut into chunks; whoever is free claims the next one, so unequal
-or busy cores balance by themselves, and at the end of a phase each thread waits until every claimed chunk is
-done. A thread that comes late finds the chunks of past phases claimed and done, and goes on to where the others
-are; if it never comes, the others do all the work. No thread ever waits for one that has not started.
+Every thread runs the same program. A phase is cut into chunks; whoever is free claims the next one, so
+unequal or busy cores balance by themselves, and at the end of a phase each thread waits until every claimed
+chunk is done. A thread that comes late finds the chunks of past phases claimed and done, and goes on to
+where the others are; if it never comes, the others do all the work. No thread ever waits for one that has
+not started.
 
-Two int64 counters a phase, a cache line apart, start at zero: chunks claimed, and chunks done.
+Two int64 counters a phase, a cache line apart, start at zero: chunks claimed, and chunks done. Where the
+number of chunks depends on what an earlier phase found, it is kept beside them: a thread that comes late
+must not take the number of a later phase for that of a past one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import Final
 import numpy as np
 from numba import types
 
-from cascadia_p2p.compiled.addresses import I64, fetch_add, load_acquire, pause
+from cascadia_p2p.compiled.addresses import I64, fetch_add, load_acquire, longs, pause
 from cascadia_p2p.compiled.compiling import part
 
 STRIDE: Final = 16
@@ -43,6 +46,18 @@ def claim(counters: int, phase: int, chunks: int) -> int:
 def done(counters: int, phase: int) -> None:
     """Tell that a claimed chunk is done."""
     fetch_add(counters + phase * 8 * STRIDE + 64, 1)
+
+
+@part
+def announce(counters: int, phase: int, chunks: int) -> None:
+    """Say how many chunks a later phase has; called in a chunk of an earlier one."""
+    longs(counters + phase * 8 * STRIDE, 2)[1] = chunks
+
+
+@part
+def announced(counters: int, phase: int) -> int:
+    """How many chunks a phase was said to have."""
+    return int(longs(counters + phase * 8 * STRIDE, 2)[1])
 
 
 @part

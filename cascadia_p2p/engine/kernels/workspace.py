@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.engine.kernels.mixture import MIXTURE, PICKS
+from cascadia_p2p.engine.kernels.mixture import PICKS
 from cascadia_p2p.engine.kernels.products import ACTIVATIONS, EXACT, MATRIX, describe
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, Encoding, StoredMatrix
 
@@ -40,7 +40,8 @@ class Workspace:
         start = -raw.ctypes.data % _ALIGNMENT
         self._kept.append(raw)
         self.nbytes += raw.nbytes
-        return raw[start : start + size].view(kind).reshape(shape)
+        found: npt.NDArray[Any] = raw[start : start + size].view(kind).reshape(shape)
+        return found
 
     def panels(self, rows: int, inputs: int, floats_too: bool) -> Record:
         """`ACTIVATIONS` [1] for so many rows."""
@@ -131,6 +132,6 @@ def new_picks(workspace: Workspace, rows: int, chosen: int, members: int, always
     record["order"] = workspace.array(np.int64, picks).ctypes.data
     record["members"] = workspace.array(np.int64, members, 3).ctypes.data
     record["panels"] = workspace.array(np.int64, picks, 2).ctypes.data
-    record["counts"] = workspace.array(np.int64, members + 4).ctypes.data
+    record["counts"] = workspace.array(np.int64, members + 1).ctypes.data
     workspace.keep(record)
     return record

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -17,6 +17,12 @@ from cascadia_p2p.engine.kernels.convolution import ResidualConvolution
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, Experts, Projections, RowMap
+from cascadia_p2p.engine.timing import WorkClock, WorkPart
+
+# Reading a member off its class is a function call in Python 3.11; every layer needs these.
+_PROJECTIONS: Final = WorkPart.PROJECTIONS
+_ATTENTION: Final = WorkPart.ATTENTION
+_GLUE: Final = WorkPart.GLUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Workspace:
     """
 
     def __init__(self, rows: int, hidden: int, widths: Sequence[int], chosen: int, shared: int) -> None:
-        self._whole = Views(
+        self.whole = Views(
             np.zeros((rows, hidden), np.float32),
             {width: np.zeros((rows, width), np.float32) for width in widths},
             np.zeros((rows, chosen), np.int32),
@@ -58,13 +64,14 @@ class Workspace:
             np.zeros((rows, shared), np.float32),
         )
         self._cut: dict[int, Views] = {}
-        self.now = self._whole
+        self.now = self.whole
+        self.clock = WorkClock()
 
     def cut(self, rows: int) -> Views:
         """Set the number of rows for the layers that follow; the same number gives the same arrays."""
         views = self._cut.get(rows)
         if views is None:
-            whole = self._whole
+            whole = self.whole
             views = self._cut[rows] = Views(
                 whole.normed[:rows],
                 {width: array[:rows] for width, array in whole.attended.items()},
@@ -86,23 +93,30 @@ class Mlp(Protocol):
 class DenseMlp:
     """A gated MLP for every row."""
 
-    def __init__(self, mlp: RowMap) -> None:
+    def __init__(self, mlp: RowMap, clock: WorkClock) -> None:
         self._mlp = mlp
+        self._clock = clock
 
     def __call__(self, views: Views) -> F32:
-        return self._mlp(views.normed)
+        update = self._mlp(views.normed)
+        self._clock.lap(WorkPart.DENSE)
+        return update
 
 
 class SparseMlp:
     """Experts, chosen by a router."""
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: Experts, clock: WorkClock) -> None:
         self._router = router
         self._experts = experts
+        self._clock = clock
 
     def __call__(self, views: Views) -> F32:
         self._router(views.normed, views.ids, views.weights, views.shared)
-        return self._experts(views.normed, views.ids, views.weights, views.shared)
+        self._clock.lap(WorkPart.ROUTER)
+        update = self._experts(views.normed, views.ids, views.weights, views.shared)
+        self._clock.lap(WorkPart.EXPERTS)
+        return update
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +144,17 @@ class InklingLayer:
     workspace: Workspace
 
     def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
-        views = self.workspace.now
+        views, clock = self.workspace.now, self.workspace.clock
+        clock.start()
         q, k, v, r = self.project(views.normed)
+        clock.lap(_PROJECTIONS)
         attended = views.attended[q.shape[1]]
         self.attention(rows, q, k, v, r, attended)
+        clock.lap(_ATTENTION)
         (update,) = self.output(attended)
+        clock.lap(_PROJECTIONS)
         self.after_attention(rows, x, update, views.normed, failed)
-        self.after_mlp(rows, x, self.mlp(views), views.normed, failed)
+        clock.lap(_GLUE)
+        update = self.mlp(views)
+        self.after_mlp(rows, x, update, views.normed, failed)
+        clock.lap(_GLUE)

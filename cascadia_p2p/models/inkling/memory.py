@@ -42,8 +42,7 @@ def _layer(config: InklingConfig, number: int) -> LayerSizes:
     return LayerSizes(
         matrices=(*_projections(config, number), *(_experts(config) if sparse else _dense(config))),
         cache=_cache(config, number),
-        # The router; all else is small beside it.
-        small=(config.experts + config.shared_experts) * config.hidden if sparse else 0,
+        small=_small(config, number),
         row_numbers=_row_numbers(config, number),
         products=_PRODUCTS_A_LAYER,
     )
@@ -68,6 +67,16 @@ def _experts(config: InklingConfig) -> tuple[Matrices, ...]:
         result.append(Matrices(Part.ROUTED, rows, columns, config.experts, chosen))
         result.append(Matrices(Part.SHARED, rows, columns, config.shared_experts))
     return tuple(result)
+
+
+def _small(config: InklingConfig, number: int) -> int:
+    """Numbers in norms, convolutions, relative projection and router."""
+    shape, hidden, taps = config.attention[number], config.hidden, config.conv_kernel
+    attention = 2 * shape.head_dim + 2 * shape.kv_width * taps + shape.d_rel * shape.extent
+    around = 2 * hidden + 2 * hidden * taps + 1
+    if not config.sparse[number]:
+        return attention + around
+    return attention + around + (config.experts + config.shared_experts) * hidden + config.experts
 
 
 def _cache(config: InklingConfig, number: int) -> CacheSizes:

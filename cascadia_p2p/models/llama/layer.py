@@ -7,6 +7,7 @@ next is taken in the same pass, so each half of a layer starts from `normed`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from cascadia_p2p.engine.kernels.rotary import angles
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, Projections, RowMap
+from cascadia_p2p.engine.timing import WorkClock, WorkPart
+
+# Reading a member off its class is a function call in Python 3.11; every layer needs these.
+_PROJECTIONS: Final = WorkPart.PROJECTIONS
+_ATTENTION: Final = WorkPart.ATTENTION
+_DENSE: Final = WorkPart.DENSE
+_GLUE: Final = WorkPart.GLUE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +54,18 @@ class Workspace:
 
     def __init__(self, rows: int, hidden: int, attended: int, frequencies: F32) -> None:
         widths = (hidden, attended, len(frequencies), len(frequencies))
-        self._whole = Views(*(np.zeros((rows, width), np.float32) for width in widths))
+        self.whole = Views(*(np.zeros((rows, width), np.float32) for width in widths))
         self._frequencies = frequencies
         self._cut: dict[int, Views] = {}
-        self.now = self._whole
+        self.now = self.whole
+        self.clock = WorkClock()
 
     def cut(self, rows: RowTable) -> Views:
         """Set the rows for the layers that follow; the same number of rows gives the same arrays."""
         count = len(rows)
         views = self._cut.get(count)
         if views is None:
-            whole = self._whole
+            whole = self.whole
             views = self._cut[count] = Views(
                 whole.normed[:count], whole.attended[:count], whole.cosines[:count], whole.sines[:count]
             )
@@ -90,9 +99,17 @@ class LlamaLayer:
     workspace: Workspace
 
     def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
-        views = self.workspace.now
+        views, clock = self.workspace.now, self.workspace.clock
+        clock.start()
         q, k, v = self.project(views.normed)
+        clock.lap(_PROJECTIONS)
         self.attention(rows, q, k, v, views.cosines, views.sines, views.attended)
+        clock.lap(_ATTENTION)
         (update,) = self.output(views.attended)
+        clock.lap(_PROJECTIONS)
         self.after_attention(x, update, views.normed, failed)
-        self.after_mlp(x, self.mlp(views.normed), views.normed, failed)
+        clock.lap(_GLUE)
+        update = self.mlp(views.normed)
+        clock.lap(_DENSE)
+        self.after_mlp(x, update, views.normed, failed)
+        clock.lap(_GLUE)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from cascadia_p2p.engine.compiled_layers import CompiledLayers, LayerParts, Steps
+from cascadia_p2p.engine.kernel_backend import KernelBackend
+from cascadia_p2p.engine.kernels.llama_steps import add_row, append_step, attend_step
 from cascadia_p2p.engine.kernels.norms import look_up, normalise
 from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
@@ -21,6 +24,7 @@ from cascadia_p2p.engine.model import (
     checked_tensor,
 )
 from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.llama.config import LlamaConfig
 from cascadia_p2p.models.llama.layer import LlamaLayer, Workspace
@@ -66,10 +70,10 @@ class LlamaStageModel:
             self._embedding = checked_embedding(source, config.vocab, config.hidden)
             done("embedding")
         self._first_norm = build.small(f"layers.{plan.layers.start}.attn_norm", config.hidden)
-        self._layers: list[Layer] = []
-        for number in plan.layers:
-            self._layers.append(build.layer(number))
-            done(f"layer {number}")
+        if isinstance(backend, KernelBackend):
+            self._layers: Sequence[Layer] = build.program(backend.planes, done).batches
+        else:
+            self._layers = build.layers(done)
         if self.last:
             self._final_norm = build.small("final_norm", config.hidden)
             weight = checked_matrix(source, "head.weight", config.vocab, config.hidden)
@@ -93,14 +97,23 @@ class LlamaStageModel:
         look_up(ids, self._embedding, x)
 
     def enter(self, rows: RowTable, x: F32) -> None:
+        clock = self._workspace.clock
+        clock.frame(len(x))
         views = self._workspace.cut(rows)
         normalise(x, self._first_norm, self._config.eps, views.normed)
+        clock.lap(WorkPart.GLUE)
 
     def logits(self, x: F32) -> F32:
+        clock = self._workspace.clock
+        clock.start()
         normed = self._head_input[: len(x)]
         normalise(np.ascontiguousarray(x), self._final_norm, self._config.eps, normed)
         (logits,) = self._head(normed)
+        clock.lap(WorkPart.HEAD)
         return logits
+
+    def times(self) -> WorkTimes:
+        return self._workspace.clock.times()
 
 
 class _Builder:
@@ -119,31 +132,79 @@ class _Builder:
         """A copy in memory, independent of the source."""
         return np.array(checked_tensor(self.source, name, *shape), np.float32)
 
-    def layer(self, number: int) -> LlamaLayer:
-        c, at, weight = self.config, f"layers.{number}.", self._weight
+    def layers(self, done: Callable[[str], None]) -> list[Layer]:
+        """Layers over the backend's products."""
+        result: list[Layer] = []
+        for number in self.plan.layers:
+            result.append(self._layer(number))
+            done(f"layer {number}")
+        return result
+
+    def program(self, planes: int, done: Callable[[str], None]) -> CompiledLayers:
+        """All layers as one compiled program."""
+        parts: list[LayerParts] = []
+        for number in self.plan.layers:
+            parts.append(self._parts(number))
+            done(f"layer {number}")
+        storage, whole = self.plan.storage, self.workspace.whole
+        steps = Steps(append_step(storage), attend_step(storage), add_row)
+        angles = (whole.cosines, whole.sines)
+        clock, size = self.workspace.clock, self.plan.call_bytes
+        return CompiledLayers(parts, steps, planes, whole.normed, angles, clock, size)
+
+    def _layer(self, number: int) -> LlamaLayer:
+        at = f"layers.{number}."
+        after_attention, after_mlp = self._sums(number)
+        return LlamaLayer(
+            number,
+            self.backend.projections(self._inward(number), f"{at}qkv"),
+            self._attention(number, at),
+            self.backend.projections([self._output(number)], f"{at}o"),
+            after_attention,
+            self.backend.gated_mlp(self._mlp(number), 1.0, f"{at}mlp"),
+            after_mlp,
+            self.workspace,
+        )
+
+    def _parts(self, number: int) -> LayerParts:
+        attention = self._attention(number, f"layers.{number}.")
+        sums = self._sums(number)
+        return LayerParts(
+            number,
+            self._inward(number),
+            self._output(number),
+            attention.record(),
+            sums[0].record(),
+            sums[1].record(),
+            always=self._mlp(number),
+            kept=(attention, *sums),
+        )
+
+    def _inward(self, number: int) -> list[StoredMatrix]:
+        c = self.config
         widths = {"q": c.q_width, "k": c.kv_width, "v": c.kv_width}
-        project = self.backend.projections(
-            [weight(at + part, width, c.hidden) for part, width in widths.items()], f"{at}qkv"
+        return [self._weight(f"layers.{number}.{part}", width, c.hidden) for part, width in widths.items()]
+
+    def _output(self, number: int) -> StoredMatrix:
+        return self._weight(f"layers.{number}.o", self.config.hidden, self.config.q_width)
+
+    def _mlp(self, number: int) -> GatedWeights:
+        c, at = self.config, f"layers.{number}."
+        return GatedWeights(
+            self._weight(f"{at}gate", c.width, c.hidden),
+            self._weight(f"{at}up", c.width, c.hidden),
+            self._weight(f"{at}down", c.hidden, c.width),
         )
-        output = self.backend.projections([weight(f"{at}o", c.hidden, c.q_width)], f"{at}o")
-        mlp = GatedWeights(
-            weight(f"{at}gate", c.width, c.hidden),
-            weight(f"{at}up", c.width, c.hidden),
-            weight(f"{at}down", c.hidden, c.width),
-        )
+
+    def _sums(self, number: int) -> tuple[ResidualSum, ResidualSum]:
+        c, at = self.config, f"layers.{number}."
         o_bias = self.small(f"{at}o_bias", c.hidden) if c.o_bias else None
         following = None
         if number + 1 in self.plan.layers:
             following = self.small(f"layers.{number + 1}.attn_norm", c.hidden)
-        return LlamaLayer(
-            number,
-            project,
-            self._attention(number, at),
-            output,
+        return (
             ResidualSum(c.hidden, o_bias, self.small(f"{at}mlp_norm", c.hidden), c.eps, number),
-            self.backend.gated_mlp(mlp, 1.0, f"{at}mlp"),
             ResidualSum(c.hidden, None, following, c.eps, number),
-            self.workspace,
         )
 
     def _weight(self, name: str, *shape: int) -> StoredMatrix:
@@ -163,7 +224,7 @@ class _Builder:
         positions = cached_positions(plan.promise, window, plan.rewind)
         if positions not in self._tables:
             self._tables[positions] = block_table(plan.promise.slots, positions)
-        return RotaryAttention(sizes, weights, self._tables[positions], c.eps)
+        return RotaryAttention(sizes, weights, self._tables[positions], c.eps, plan.storage)
 
     def _maybe(self, there: bool, name: str, width: int) -> F32:
         return self.small(name, width) if there else np.empty(0, np.float32)

@@ -1,0 +1,421 @@
+"""The layers of a stage as one compiled program, which a team of threads goes through together.
+
+A layer is: projections, append keys and values, attend, output projection, sum; then the mixture, sum. Each
+step is one or a few phases of the team. What differs between model families are the steps that a layer's
+record names by their addresses (`frame`), and whether it has a router.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import prange, types
+
+from cascadia_p2p.compiled.addresses import I64, call, cycles, floats, integers, pointer, rows_of, table_of
+from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.simd import F32
+from cascadia_p2p.engine.kernels.attention_items import ITEM, merge_item, plan_items
+from cascadia_p2p.engine.kernels.frame import FRAME, attention_at
+from cascadia_p2p.engine.kernels.mixture import MIXTURES_TYPE, PHASES, PICKS_TYPE, mix
+from cascadia_p2p.engine.kernels.products import (
+    MATRICES_TYPE,
+    PANELS_TYPE,
+    fill_panels,
+    fill_row,
+    project,
+)
+from cascadia_p2p.engine.kernels.router import TILE, choose, logits_of_tile, weigh
+from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
+
+LAYER: Final = np.dtype(
+    [
+        *(
+            (name, np.int64)
+            for name in [
+                "first_matrix",
+                "matrices",
+                "in_floats",
+                "output",
+                "out_floats",
+                "attention",
+                "append",
+                "attend",
+                "remember_attention",
+                "after_attention",
+                "after_mlp",
+                "add",
+                "remember_sum",
+                "router",
+                "mixture",
+                "picks",
+            ]
+        )
+    ],
+    align=True,
+)
+"""A layer: index and number of its inward projections, index of the output projection, and whether either
+takes float32 activations; addresses of its `ATTENTION` record and of the steps on it, of its two `SUM`
+records and of the steps on them (0 for one that the family does not have), of its `ROUTER` record or 0;
+indexes of mixture and picks."""
+
+ROUTER: Final = np.dtype(
+    [
+        *(
+            (name, np.int64)
+            for name in [
+                "weight",
+                "bias",
+                "logits",
+                "scores",
+                "ids",
+                "weights",
+                "shared",
+                "chosen",
+                "routed",
+                "always",
+            ]
+        ),
+        ("scale", np.float64),
+    ],
+    align=True,
+)
+"""A router: addresses of its weight float32 [routed + always][hidden] and bias float32 [routed], of float32
+logits [rows][routed + always] and scores [rows][routed], and of what comes out, see `Router`."""
+
+HIDDEN, ATTENDED, OUTER, INNER = 0, 1, 2, 3
+"""The sets of panels: of normed rows, of attention's results, and of what goes into gate and up, and into
+down."""
+
+PARTS: Final = ("projections", "attention", "router", "experts", "dense", "glue")
+"""What the program counts time for, in the order of its ticks."""
+
+_PROJECTIONS, _ATTENTION, _ROUTER, _EXPERTS, _DENSE, _GLUE = range(6)
+
+LAYER_PHASES: Final = 16 + PHASES
+"""Phases of a layer, at most, the entry among them."""
+
+_APPENDED: Final = 4
+"""Heads that one chunk appends."""
+
+Table: TypeAlias = npt.NDArray[np.void]
+_FRAMES: Final = numba.from_dtype(FRAME)[::1]
+_LAYERS: Final = numba.from_dtype(LAYER)[::1]
+
+
+@part
+def _router_at(address: int) -> Any:
+    return numba.carray(pointer(address), (1,), ROUTER)[0]
+
+
+@part
+def _tick(ticks: I64, thread: int, what: int, since: int) -> int:
+    """Count the time since then, on the first thread; the time now."""
+    now = cycles()
+    if thread == 0:
+        ticks[what] += now - since
+    return now
+
+
+@part
+def _append(counters: int, phase: int, layer: Any, frame: Any, now: int) -> None:
+    """Put new keys and values into their blocks."""
+    items = frame.rows * attention_at(layer.attention).kv_heads
+    chunks = (items + _APPENDED - 1) // _APPENDED
+    while True:
+        chunk = claim(counters, phase, chunks)
+        if chunk < 0:
+            break
+        for i in range(chunk * _APPENDED, min((chunk + 1) * _APPENDED, items)):
+            call(layer.append, (layer.attention, now, i))
+        done(counters, phase)
+    wait(counters, phase, chunks)
+
+
+@part
+def _plan(counters: int, phase: int, layer: Any, frame: Any, now: int) -> None:
+    """Cut attention into items, and meanwhile keep what went into convolutions."""
+    chunks = 3 if layer.remember_attention != 0 else 1
+    while True:
+        chunk = claim(counters, phase, chunks)
+        if chunk < 0:
+            break
+        if chunk == 0:
+            a = attention_at(layer.attention)
+            count, merging = plan_items(
+                integers(frame.positions, frame.rows),
+                integers(frame.after, frame.rows),
+                a.kv_heads,
+                a.heads // a.kv_heads,
+                a.window,
+                frame.workers,
+                frame.partial_numbers,
+                a.stored,
+                table_of(frame.items, frame.places, ITEM),
+                table_of(frame.merges, frame.places, ITEM),
+            )
+            announce(counters, phase + 1, count)
+            announce(counters, phase + 2, merging)
+        else:
+            call(layer.remember_attention, (layer.attention, now, chunk - 1))
+        done(counters, phase)
+    wait(counters, phase, chunks)
+
+
+@part
+def _attend(counters: int, phase: int, layer: Any, frame: Any, now: int, work: F32) -> None:
+    """Take the items, then merge what was apart: two phases."""
+    a = attention_at(layer.attention)
+    count, merging = announced(counters, phase), announced(counters, phase + 1)
+    while True:
+        item = claim(counters, phase, count)
+        if item < 0:
+            break
+        call(layer.attend, (layer.attention, now, item, work.ctypes.data, work.shape[0]))
+        done(counters, phase)
+    wait(counters, phase, count)
+    if merging == 0:
+        return
+    while True:
+        item = claim(counters, phase + 1, merging)
+        if item < 0:
+            break
+        merge_item(
+            table_of(frame.merges, frame.places, ITEM),
+            item,
+            a.heads // a.kv_heads,
+            a.kv_heads,
+            a.dim,
+            a.stored,
+            integers(frame.positions, frame.rows),
+            a.window,
+            floats(frame.partials, frame.partial_numbers),
+            work,
+            rows_of(a.out, frame.rows, a.heads * a.dim),
+        )
+        done(counters, phase + 1)
+    wait(counters, phase + 1, merging)
+
+
+@part
+def _sum(
+    counters: int,
+    phase: int,
+    layer: Any,
+    own: int,
+    frame: Any,
+    now: int,
+    panels: Any,
+    planes: int,
+    floats_too: int,
+    fill: bool,
+) -> None:
+    """Add an update to the residual, normalise, and make the next panel of it; then remember: two phases."""
+    rows = frame.rows
+    while True:
+        row = claim(counters, phase, rows)
+        if row < 0:
+            break
+        call(layer.add, (own, now, row))
+        if fill:
+            x = frame.normed + 4 * row * frame.hidden
+            fill_row(x, frame.hidden, panels, rows, row, planes, floats_too != 0)
+        done(counters, phase)
+    wait(counters, phase, rows)
+    if layer.remember_sum == 0:
+        return
+    if claim(counters, phase + 1, 1) == 0:
+        call(layer.remember_sum, (own, now, 0))
+        done(counters, phase + 1)
+    wait(counters, phase + 1, 1)
+
+
+@part
+def _route(counters: int, phase: int, address: int, frame: Any) -> None:
+    """Logits, then choice and weights of every row: two phases."""
+    r, rows = _router_at(address), frame.rows
+    every = r.routed + r.always
+    x, logits = rows_of(frame.normed, rows, frame.hidden), rows_of(r.logits, rows, every)
+    tiles = (every + TILE - 1) // TILE
+    while True:
+        tile = claim(counters, phase, tiles)
+        if tile < 0:
+            break
+        logits_of_tile(x, rows_of(r.weight, every, frame.hidden), tile * TILE, logits)
+        done(counters, phase)
+    wait(counters, phase, tiles)
+    while True:
+        row = claim(counters, phase + 1, rows)
+        if row < 0:
+            break
+        ids, weights = table_of(r.ids, rows, r.chosen), rows_of(r.weights, rows, r.chosen)
+        choose(logits, floats(r.scores + 4 * row * r.routed, r.routed), row, floats(r.bias, r.routed), ids)
+        weigh(logits, row, r.routed, r.scale, ids, weights, rows_of(r.shared, rows, r.always))
+        done(counters, phase + 1)
+    wait(counters, phase + 1, rows)
+
+
+@part
+def _work(
+    counters: int,
+    frames: Table,
+    layers: Table,
+    mixtures: Table,
+    matrices: Table,
+    picks: Table,
+    panels: Table,
+    first: int,
+    last: int,
+    planes: int,
+    threads: int,
+    thread: int,
+    scratch: int,
+    work: F32,
+    ticks: I64,
+    start: int,
+) -> None:
+    """What every thread of the team does."""
+    frame, now = frames[0], frames.ctypes.data
+    rows, at = frame.rows, start
+    fill_panels(
+        counters, 0, frame.normed, frame.hidden, panels[HIDDEN], rows, planes, layers[first].in_floats != 0
+    )
+    at = _tick(ticks, thread, _GLUE, at)
+    for index in range(first, last):
+        layer, phase = layers[index], (index - first) * LAYER_PHASES
+        project(
+            counters,
+            phase + 1,
+            matrices,
+            layer.first_matrix,
+            layer.matrices,
+            panels[HIDDEN],
+            rows,
+            planes,
+            threads,
+            scratch,
+        )
+        at = _tick(ticks, thread, _PROJECTIONS, at)
+        _append(counters, phase + 2, layer, frame, now)
+        _plan(counters, phase + 3, layer, frame, now)
+        _attend(counters, phase + 4, layer, frame, now, work)
+        at = _tick(ticks, thread, _ATTENTION, at)
+        a = attention_at(layer.attention)
+        width = a.heads * a.dim
+        fill_panels(counters, phase + 6, a.out, width, panels[ATTENDED], rows, planes, layer.out_floats != 0)
+        at = _tick(ticks, thread, _GLUE, at)
+        project(
+            counters, phase + 7, matrices, layer.output, 1, panels[ATTENDED], rows, planes, threads, scratch
+        )
+        at = _tick(ticks, thread, _PROJECTIONS, at)
+        _sum(counters, phase + 8, layer, layer.after_attention, frame, now, panels[HIDDEN], planes, 0, False)
+        at = _tick(ticks, thread, _GLUE, at)
+        if layer.router != 0:
+            _route(counters, phase + 10, layer.router, frame)
+            at = _tick(ticks, thread, _ROUTER, at)
+        mix(
+            counters,
+            phase + 12,
+            mixtures[layer.mixture],
+            matrices,
+            picks[layer.picks],
+            panels[OUTER],
+            panels[INNER],
+            rows,
+            planes,
+            threads,
+            scratch,
+        )
+        at = _tick(ticks, thread, _EXPERTS if layer.router != 0 else _DENSE, at)
+        following = index + 1 < last
+        in_floats = layers[index + 1].in_floats if following else 0
+        _sum(
+            counters,
+            phase + 12 + PHASES,
+            layer,
+            layer.after_mlp,
+            frame,
+            now,
+            panels[HIDDEN],
+            planes,
+            in_floats,
+            following,
+        )
+        at = _tick(ticks, thread, _GLUE, at)
+
+
+@twin_kernels(
+    (
+        types.int64[::1],
+        _FRAMES,
+        _LAYERS,
+        MIXTURES_TYPE,
+        MATRICES_TYPE,
+        PICKS_TYPE,
+        PANELS_TYPE,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.int64,
+        types.float32[:, ::1],
+        types.float32[:, ::1],
+        types.int64[::1],
+    )
+)
+def run_layers(
+    counters: I64,
+    frames: Table,
+    layers: Table,
+    mixtures: Table,
+    matrices: Table,
+    picks: Table,
+    panels: Table,
+    first: int,
+    last: int,
+    planes: int,
+    threads: int,
+    scratch: F32,
+    work: F32,
+    ticks: I64,
+) -> None:
+    """Take a frame, whose rows are normalised for the first of the layers, through some layers.
+
+    Args:
+        counters: int64, of the team, `LAYER_PHASES` phases a layer and one more.
+        frames: `FRAME` [1].
+        layers: `LAYER` [n].
+        mixtures: `MIXTURE` [n].
+        matrices: `MATRIX` [n].
+        picks: `PICKS` [n].
+        panels: `ACTIVATIONS` [4].
+        first: layer to start with.
+        last: layer to stop in front of.
+        planes: of codes of activations, or `EXACT`.
+        threads: of the team.
+        scratch: float32 [threads, 512], for products.
+        work: float32 [threads, n], for attention.
+        ticks: int64 [len(PARTS)], to which processor cycles are added.
+    """
+    counters[:] = 0
+    start = cycles()
+    for thread in prange(threads):
+        _work(
+            counters.ctypes.data,
+            frames,
+            layers,
+            mixtures,
+            matrices,
+            picks,
+            panels,
+            first,
+            last,
+            planes,
+            threads,
+            thread,
+            scratch.ctypes.data + 4 * thread * scratch.shape[1],
+            work[thread],
+            ticks,
+            start,
+        )
