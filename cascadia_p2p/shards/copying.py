@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.matrices.encoding import F32, GROUP, OUTPUTS, Encoding, StoredMatrix, block_counts
+from cascadia_p2p.matrices.energy import largest_magnitude
 from cascadia_p2p.matrices.packing import dense, pack
 from cascadia_p2p.matrices.quantise import LARGEST, encode
 from cascadia_p2p.models.layout import TensorPlan
@@ -220,9 +221,8 @@ class _Writer:
 
     def _check(self, part: _Part, stack: int, row: int, values: F32) -> None:
         """See that these can be weights."""
-        largest = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
         limit = LARGEST if part.entry.encoding in _FP16_SCALES else _LARGEST
-        if largest <= limit:
+        if largest_magnitude(values) <= limit:
             return
         at, column = (int(index[0]) for index in np.nonzero(~(np.abs(values) <= limit)))
         name, found = part.plan.source, float(values[at, column])
