@@ -185,7 +185,7 @@ from test_memory import ROOMY, ROOMY_PROMISE
 sample_weights(ROOMY)
 compiling.warm_up()
 before = psutil.Process().memory_info().rss
-ring = Ring(ROOMY, (6,), ROOMY_PROMISE, precision="openvino")
+ring = Ring(ROOMY, (6,), ROOMY_PROMISE)
 assert ring.stages[0].held(0) == 0
 print(psutil.Process().memory_info().rss - before)
 """
