@@ -51,14 +51,18 @@ PARTIAL_NUMBERS: Final = 4 * 2**20
 _FLOAT: Final = 4
 """Bytes of a number."""
 
-_QUERIES: Final = 64
-"""Query vectors of a tile, as long as a row does not have more."""
+_QUERIES: Final = 128
+"""Query vectors of a tile, as long as a row does not have more: with all that belongs to them a few hundred
+kilobytes, which a core keeps to itself."""
 
 _FEW_QUERIES: Final = 16
 """Below so many query vectors reading keys costs more than using them."""
 
+_TILES_A_WORKER: Final = 2
+"""Tiles that a worker should find before tiles are made larger."""
+
 _ITEMS_A_WORKER: Final = 4
-"""Items that a worker should find, so that none waits long for the last."""
+"""Items that a worker should find before segments stay together, so that none waits long for the last."""
 
 
 @part
@@ -101,7 +105,7 @@ def _tile_rows(positions: I32, kv_heads: int, group: int, window: int, workers: 
         blocks = max(blocks, end - first)
     segments = (blocks + SEGMENT_BLOCKS - 1) // SEGMENT_BLOCKS
     while most > 1 and most * group > _FEW_QUERIES:
-        if (rows + most - 1) // most * kv_heads * segments >= workers:
+        if (rows + most - 1) // most * kv_heads * segments >= _TILES_A_WORKER * workers:
             break
         most = (most + 1) // 2
     return most
