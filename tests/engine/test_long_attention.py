@@ -17,7 +17,7 @@ from numba.core import codegen
 from cascadia_p2p.compiled import compiling
 from cascadia_p2p.engine.kernels.attention import Attention, AttentionSizes, AttentionWeights
 from cascadia_p2p.engine.kernels.attention_items import ITEM, most_items, plan_items
-from cascadia_p2p.engine.kernels.blocks import BLOCK, Storage, block_bytes, new_blocks
+from cascadia_p2p.engine.kernels.blocks import BLOCK, Storage, block_bytes, new_blocks, put_value
 from cascadia_p2p.engine.kernels.query_tiles import SEGMENT_BLOCKS
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.slots import block_table, cached_positions
@@ -305,3 +305,20 @@ def test_avx2_code_gives_the_same_bits() -> None:
         words.append(done.stdout.split())
     assert words[1][0] == "False"
     assert words[0][1] == words[1][1]
+
+
+def test_bfloat16_is_rounded_to_nearest_with_ties_to_even() -> None:
+    rng = np.random.default_rng(7)
+    # Anything that a float32 can be, ties and their neighbours, and what overflows when rounded.
+    bits = rng.integers(0, 2**32, 2000, np.uint32)
+    ties = (bits & 0xFFFF0000) | 0x8000
+    special = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38, -0.0, 1e-45], np.float32).view(np.uint32)
+    numbers = np.concatenate([bits, ties, ties - 1, ties + 1, special]).view(np.float32)
+    _, values = new_blocks(1, 1, len(numbers), "bf16")
+    put_value(numbers, 0, len(numbers), values, 0, 0, 5)
+    kept = values[0, 0, 5, : len(numbers)]
+    finite = ~np.isnan(numbers)
+    whole = numbers.view(np.uint32).astype(np.uint64)
+    expected = (whole + 0x7FFF + (whole >> 16 & 1)) >> 16
+    assert np.array_equal(kept[finite], expected[finite])
+    assert np.isnan((kept[~finite].astype(np.uint32) << 16).view(np.float32)).all()

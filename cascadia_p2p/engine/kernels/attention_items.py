@@ -16,6 +16,10 @@ others of its step:
 
 Only what positions decide enters a result, so `workers` and the length of `partials` may be anything.
 
+Keys are [blocks, kv_heads, dim, 64] and values [blocks, kv_heads, 64, stored], both float32 or bfloat16;
+`table` is int32 [slots, n], the blocks of each slot; `bias` is float32 [ranks, extent + 128] by falling
+distance, a block of zeros on either side; no ranks, no bias; a `window` of 0 sees all positions.
+
 An item, and a merge, is [key and value head, first row, rows, first block, block behind the last, first
 record in `partials` or -1, 0, 0].
 """
@@ -51,14 +55,18 @@ PARTIAL_NUMBERS: Final = 4 * 2**20
 _FLOAT: Final = 4
 """Bytes of a number."""
 
-_QUERIES: Final = 64
-"""Query vectors of a tile, as long as a row does not have more."""
+_QUERIES: Final = 128
+"""Query vectors of a tile, as long as a row does not have more: with all that belongs to them a few hundred
+kilobytes, which a core keeps to itself."""
 
 _FEW_QUERIES: Final = 16
 """Below so many query vectors reading keys costs more than using them."""
 
+_TILES_A_WORKER: Final = 2
+"""Tiles that a worker should find before tiles are made larger."""
+
 _ITEMS_A_WORKER: Final = 4
-"""Items that a worker should find, so that none waits long for the last."""
+"""Items that a worker should find before segments stay together, so that none waits long for the last."""
 
 
 @part
@@ -101,7 +109,7 @@ def _tile_rows(positions: I32, kv_heads: int, group: int, window: int, workers: 
         blocks = max(blocks, end - first)
     segments = (blocks + SEGMENT_BLOCKS - 1) // SEGMENT_BLOCKS
     while most > 1 and most * group > _FEW_QUERIES:
-        if (rows + most - 1) // most * kv_heads * segments >= workers:
+        if (rows + most - 1) // most * kv_heads * segments >= _TILES_A_WORKER * workers:
             break
         most = (most + 1) // 2
     return most
@@ -171,6 +179,21 @@ def plan_items(
 
 
 @part
+def planned(
+    positions: I32, after: I32, kv_heads: int, group: int, window: int, workers: int, stored: int
+) -> tuple[int, int, I32, I32, F32]:
+    """Numbers of items and of merges, both tables, and room for segments apart where they can be of use."""
+    apart = workers > 1 and may_split(positions, window)
+    partials = np.empty(PARTIAL_NUMBERS if apart else 0, np.float32)
+    most = most_items(positions.shape[0], kv_heads, group, partials.shape[0], stored)
+    items, merges = np.empty((most, ITEM), np.int32), np.empty((most, ITEM), np.int32)
+    count, merging = plan_items(
+        positions, after, kv_heads, group, window, workers, partials.shape[0], stored, items, merges
+    )
+    return count, merging, items, merges, partials
+
+
+@part
 def queries_at(work: F32) -> int:
     """Where in `work` an item's query vectors [rows * group, dim] have to stand when it attends."""
     return (-address(work) // 4) % LANES
@@ -199,24 +222,10 @@ def attend_tile(
     work: F32,
     out: F32,
 ) -> None:
-    """Attend with the query vectors that stand in `work`.
+    """Attend with the query vectors that stand in `work`, for an item of `plan_items`.
 
-    Args:
-        items: of `plan_items`.
-        item: which.
-        group: query heads of a key and value head.
-        bias: float32 [ranks, extent + 128] by falling distance, a block of zeros on either side; no ranks,
-            no bias.
-        extent: distances that have a bias.
-        keys: [blocks, kv_heads, dim, 64].
-        values: [blocks, kv_heads, 64, stored].
-        table: int32 [slots, n], the blocks of each slot.
-        slot: of the item's rows.
-        position: of its first row.
-        window: positions that a row sees; 0 for all.
-        partials: float32, for items whose segments are apart.
-        work: float32, this thread's.
-        out: float32 [rows, heads * dim].
+    Args are those that the module describes; `slot` and `position` are those of the item's first row, `group`
+    the query heads of a key and value head, and `out` is float32 [rows, heads * dim].
     """
     kv_heads, dim, stored, ring = keys.shape[1], keys.shape[2], values.shape[3], table.shape[1]
     kv_head, rows, first, end = items[item, 0], items[item, 2], items[item, 3], items[item, 4]
@@ -272,14 +281,30 @@ def attend_tile(
             base,
         )
         if several and ((b + 1) % SEGMENT_BLOCKS == 0 or b + 1 == end):
-            segment = b // SEGMENT_BLOCKS
-            _fold_segment(memory, run, folded, segment, group, rows, position, window, stored)
+            _fold_segment(memory, run, folded, b // SEGMENT_BLOCKS, group, rows, position, window, stored)
             clear(memory, run, padded(count), stored)
     if partial < 0:
         done = folded if several else run
-        for i in range(count):
-            heads = ((items[item, 1] + i // group) * kv_heads + kv_head) * group + i % group
-            finish(memory, done + i * size, stored, dim, address(out), heads * dim)
+        _write(memory, done, count, items[item, 1], group, kv_heads, kv_head, dim, stored, address(out))
+
+
+@part
+def _write(
+    memory: int,
+    records: int,
+    count: int,
+    row: int,
+    group: int,
+    kv_heads: int,
+    kv_head: int,
+    dim: int,
+    stored: int,
+    out: int,
+) -> None:
+    """Write what the records of a tile, whose first row is `row`, stand for."""
+    for i in range(count):
+        head = ((row + i // group) * kv_heads + kv_head) * group + i % group
+        finish(memory, records + i * record_numbers(stored), stored, dim, out, head * dim)
 
 
 @part

@@ -13,13 +13,9 @@ from numba import prange
 from cascadia_p2p.compiled.compiling import part, threads, twin_kernels, warm_up
 from cascadia_p2p.compiled.simd import F32, LANES
 from cascadia_p2p.engine.kernels.attention_items import (
-    ITEM,
-    PARTIAL_NUMBERS,
     attend_tile,
-    may_split,
     merge_item,
-    most_items,
-    plan_items,
+    planned,
     queries_at,
     work_numbers,
 )
@@ -161,20 +157,8 @@ def _attend(
             i // kv_heads,
             i % kv_heads,
         )
-    partials = np.empty(PARTIAL_NUMBERS if workers > 1 and may_split(positions, window) else 0, np.float32)
-    items = np.empty((most_items(rows, kv_heads, group, partials.shape[0], stored), ITEM), np.int32)
-    merges = np.empty_like(items)
-    count, merging = plan_items(
-        positions,
-        after,
-        kv_heads,
-        group,
-        window,
-        workers,
-        partials.shape[0],
-        stored,
-        items,
-        merges,
+    count, merging, items, merges, partials = planned(
+        positions, after, kv_heads, group, window, workers, stored
     )
     for i in prange(count):
         attend_item(
