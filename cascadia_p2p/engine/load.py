@@ -16,7 +16,7 @@ from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
-from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
+from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.matrices.encoding import Encoding

@@ -209,7 +209,7 @@ def test_a_loaded_stage_takes_about_what_was_predicted(precision: str, backend: 
     )
     taken = int(said.stdout)
     wanted = predicted.total - predicted.reserve - predicted.mapped
-    assert 0.6 * wanted < taken < 1.15 * wanted, (taken / 2**20, wanted / 2**20)
+    assert 0.6 * wanted < taken < 1.25 * wanted, (taken / 2**20, wanted / 2**20)
 
 
 def test_available_memory_is_what_the_system_says() -> None:
