@@ -154,7 +154,7 @@ def _read_subject(source: Path) -> _Subject:
     content = read_json_object(path)
     if "format" in content and "split" in content:
         manifest = Manifest.load(path.parent)
-        return _Subject(manifest.model_config_of(), tuple(manifest.split), manifest.encodings)
+        return _Subject(manifest.model_config_of(), tuple(manifest.split), manifest.stored)
     generation = path.parent / "generation_config.json"
     try:
         _, config = read_config(content, read_json_object(generation) if generation.is_file() else None)
@@ -188,7 +188,11 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
             Encoding.BF16,
             cache=cache,
         )
-    given = {"experts": export.experts, "projections": export.projections, "head": export.head}
+    given = {
+        "experts": export.of(TensorRole.EXPERTS),
+        "projections": export.of(TensorRole.PROJECTIONS),
+        "head": export.of(TensorRole.HEAD),
+    }
     for part, encoding in given.items():
         asked: str | None = getattr(args, part)
         if asked is not None and asked != encoding.value:
@@ -196,7 +200,7 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
                 f"--{part} {asked}: this export has {encoding.value}; plan for the checkpoint instead"
             )
     embedding = export.of(TensorRole.EMBEDDING)
-    return Footprint(chosen, export.experts, export.projections, export.head, embedding, cache=cache)
+    return Footprint(chosen, given["experts"], given["projections"], given["head"], embedding, cache=cache)
 
 
 def _measured(args: argparse.Namespace) -> list[MeasuredNode]:

@@ -59,6 +59,9 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
     (Backend.KERNELS, Encoding.INT4): Rule(
         0.5625, 0.5625, "block of 16 outputs by 64 inputs: 512 bytes of codes, 64 of FP16 scales"
     ),
+    (Backend.KERNELS, Encoding.INT4_AFFINE): Rule(
+        0.625, 0.625, "block of 16 outputs by 64 inputs: 512 bytes of codes, 128 of FP16 scales and offsets"
+    ),
     (Backend.KERNELS, Encoding.INT8): Rule(1.0, 1.0, "one byte, and an FP32 scale an output", output=4.0),
     (Backend.KERNELS, Encoding.INT8_GROUPED): Rule(
         1.0625, 1.0625, "block of 16 outputs by 64 inputs: 1024 bytes of codes, 64 of FP16 scales"
@@ -72,6 +75,7 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
     (Backend.OPENVINO_CPU, Encoding.INT8_GROUPED): Rule(
         1.225, 1.0, "as int8, and an FP32 scale for 32; not measured"
     ),
+    (Backend.OPENVINO_CPU, Encoding.INT4_AFFINE): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_CPU, Encoding.BF16): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_CPU, Encoding.F32): Rule(4.0, 4.0, "measured: the plugin's packed copy"),
     (Backend.OPENVINO_GPU, Encoding.INT4): Rule(
@@ -83,6 +87,7 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
     (Backend.OPENVINO_GPU, Encoding.INT8_GROUPED): Rule(
         35.0 / 32, 1.0, "one byte, FP16 scale and 8-bit zero point for 32; not measured"
     ),
+    (Backend.OPENVINO_GPU, Encoding.INT4_AFFINE): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_GPU, Encoding.BF16): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_GPU, Encoding.F32): Rule(4.0, 4.0, "as in the file; not measured"),
 }
