@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     configure_logs(config.log_format, config.log_level)
     sys.setswitchinterval(SWITCH_S)
     try:
+        if config.device != "CPU":
+            _require_device(config.device)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_live(config, args.while_stdin_open))
     except CascadiaError as error:
@@ -69,6 +71,16 @@ def run(args: argparse.Namespace) -> int:
         # Programs read these lines: the last one is an object as all others are.
         _log.error("node_failed", message=str(error), exit_code=error.exit_code)
         return error.exit_code
+
+
+def _require_device(device: str) -> None:
+    """Refuse a device that is not there before anything is announced, with the doctor's advice."""
+    import psutil
+
+    from cascadia_p2p.doctor.devices import InstalledOpenVino, require_device
+    from cascadia_p2p.doctor.host import Host
+
+    require_device(Host(), InstalledOpenVino(), device, int(psutil.virtual_memory().total))
 
 
 async def _live(config: Config, while_stdin_open: bool) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,7 +17,7 @@ import psutil
 from cascadia_p2p.catalog import KNOWN, source_path
 from cascadia_p2p.cli.plan_text import enough, show
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
-from cascadia_p2p.engine.footprint import Backend, Footprint
+from cascadia_p2p.engine.footprint import Backend, Footprint, stored_forms
 from cascadia_p2p.engine.memory import RESERVE
 from cascadia_p2p.errors import CapacityError, CheckpointError, UsageError
 from cascadia_p2p.matrices.encoding import Encoding
@@ -37,23 +39,30 @@ from cascadia_p2p.planning.needs import Demand, Needs
 from cascadia_p2p.planning.plan import Question, make_plan
 from cascadia_p2p.planning.report import as_json
 from cascadia_p2p.planning.split import Split, fewest_stages
-from cascadia_p2p.shards.encodings import Encodings
+from cascadia_p2p.shards.encodings import DEFAULT, MATRICES
 from cascadia_p2p.shards.manifest import MANIFEST, Manifest
 from cascadia_p2p.shards.opening import open_source
+from cascadia_p2p.shards.reader import ShardReader, held_shards
 from cascadia_p2p.shards.safetensors import read_json_object
 from cascadia_p2p.types import Promise
 
 _CONFIG: Final = "config.json"
 _MOST_NODES: Final = 4096
+_ROLES: Final = {
+    "experts": TensorRole.EXPERTS,
+    "projections": TensorRole.PROJECTIONS,
+    "head": TensorRole.HEAD,
+    "embedding": TensorRole.EMBEDDING,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is planned for: a model, and what an export has already decided."""
+    """What is planned for: a model, how its parts are stored, and the split if it is exported already."""
 
     config: ModelConfig
+    forms: Mapping[str, Encoding]
     split: Split | None = None
-    encodings: Encodings | None = None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +96,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("kernels", "openvino"),
         help="who multiplies (default: kernels on the CPU, openvino elsewhere)",
     )
-    for part, default in (("experts", "int4"), ("projections", "int8"), ("head", "int8")):
+    for part in ("experts", "projections", "head"):
         parser.add_argument(
             f"--{part}",
-            choices=[each.value for each in Encoding],
-            help=f"form of the {part} (default: {default}, or the export's)",
+            choices=[each.value for each in MATRICES if isinstance(each, Encoding)],
+            help=f"form of the {part} (default: {DEFAULT.of(_ROLES[part])}, or the export's or GGUF file's)",
         )
     parser.add_argument("--streams", type=int, metavar="N", help="to be fast for (default: all slots)")
     parser.add_argument(
@@ -138,14 +147,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_subject(source: Path) -> _Subject:
     if source.suffix == ".gguf" and source.is_file():
-        with open_source(source) as checkpoint:
-            return _Subject(checkpoint.model().config)
+        return _unexported(source)
     path = source
     if source.is_dir():
         path = next((source / name for name in (MANIFEST, _CONFIG) if (source / name).is_file()), source)
         if path is source and any(source.glob("*.gguf")):
-            with open_source(source) as checkpoint:
-                return _Subject(checkpoint.model().config)
+            return _unexported(source)
     if not path.is_file():
         raise UsageError(
             f"{source} is no model: give the directory of a checkpoint or of an export, its {_CONFIG} or "
@@ -154,13 +161,39 @@ def _read_subject(source: Path) -> _Subject:
     content = read_json_object(path)
     if "format" in content and "split" in content:
         manifest = Manifest.load(path.parent)
-        return _Subject(manifest.model_config_of(), tuple(manifest.split), manifest.stored)
+        return _Subject(
+            manifest.model_config_of(), _exported_forms(path.parent, manifest), tuple(manifest.split)
+        )
     generation = path.parent / "generation_config.json"
     try:
         _, config = read_config(content, read_json_object(generation) if generation.is_file() else None)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return _Subject(config)
+    return _Subject(config, {part: DEFAULT.of(role) for part, role in _ROLES.items()})
+
+
+def _unexported(source: Path) -> _Subject:
+    """A GGUF file, in the forms that it would be exported to."""
+    with open_source(source) as checkpoint:
+        model = checkpoint.model()
+        counts: dict[str, Counter[Encoding]] = {part: Counter() for part in _ROLES}
+        for tensor in model.layout.tensors():
+            for part, role in _ROLES.items():
+                if tensor.role is role or (part == "experts" and tensor.role is TensorRole.DENSE):
+                    form = checkpoint.form(tensor.source)
+                    encoding = checkpoint.encodings.of(tensor.role, form.kind, form.bits)
+                    counts[part][encoding] += math.prod(tensor.shape)
+        usual = {part: checkpoint.encodings.of(role) for part, role in _ROLES.items()}
+    found = {part: max(count, key=count.__getitem__) for part, count in counts.items() if count}
+    return _Subject(model.config, usual | found)
+
+
+def _exported_forms(directory: Path, manifest: Manifest) -> dict[str, Encoding]:
+    """How an export stores its parts: as the shards here say, or else as most of each is."""
+    asked = {part: manifest.stored.of(role) for part, role in _ROLES.items()}
+    for shard in held_shards(directory):
+        asked |= stored_forms(ShardReader(directory, shard))
+    return asked
 
 
 def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> Footprint:
@@ -178,29 +211,24 @@ def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> F
         "kernels": Backend.KERNELS,
         "openvino": Backend.OPENVINO_CPU if on_cpu else Backend.OPENVINO_GPU,
     }[backend]
-    export, cache = subject.encodings, Encoding(config.cache)
-    if export is None:
-        return Footprint(
-            chosen,
-            Encoding(args.experts or Encoding.INT4),
-            Encoding(args.projections or Encoding.INT8),
-            Encoding(args.head or Encoding.INT8),
-            Encoding.BF16,
-            cache=cache,
-        )
-    given = {
-        "experts": export.of(TensorRole.EXPERTS),
-        "projections": export.of(TensorRole.PROJECTIONS),
-        "head": export.of(TensorRole.HEAD),
-    }
-    for part, encoding in given.items():
+    forms = dict(subject.forms)
+    for part in ("experts", "projections", "head"):
         asked: str | None = getattr(args, part)
-        if asked is not None and asked != encoding.value:
+        if asked is None:
+            continue
+        if subject.split is not None and asked != forms[part].value:
             raise UsageError(
-                f"--{part} {asked}: this export has {encoding.value}; plan for the checkpoint instead"
+                f"--{part} {asked}: this export has {forms[part]}; plan for the checkpoint instead"
             )
-    embedding = export.of(TensorRole.EMBEDDING)
-    return Footprint(chosen, given["experts"], given["projections"], given["head"], embedding, cache=cache)
+        forms[part] = Encoding(asked)
+    return Footprint(
+        chosen,
+        forms["experts"],
+        forms["projections"],
+        forms["head"],
+        forms["embedding"],
+        cache=Encoding(config.cache),
+    )
 
 
 def _measured(args: argparse.Namespace) -> list[MeasuredNode]:

@@ -5,7 +5,8 @@ AVX-512 register, two AVX ones or four of NEON, and a sum over lanes is a fixed 
 depends neither on the instruction set nor on how many rows share the call.
 
 Indices are flat, into C-contiguous arrays, and are **not checked**: the wrapper that starts a kernel has to
-have checked all shapes. Arrays are float32; those of uint16 hold bfloat16, the upper half of a float32.
+have checked all shapes. Arrays are float32; those of uint16 hold bfloat16, the upper half of a float32. In an
+array's place may stand the address of float32 numbers, which is what large kernels compile fastest with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ LANES: Final = 16
 
 F32: TypeAlias = npt.NDArray[np.float32]
 BF16: TypeAlias = npt.NDArray[np.uint16]
+Numbers: TypeAlias = F32 | int
+"""A float32 array, or the address of one."""
 Real: TypeAlias = float | np.float32
 
 
@@ -167,6 +170,8 @@ def _operation(kinds: str, result: str, emit: _Emit) -> object:
 
 
 def _address(context: Any, builder: _Builder, array_type: object, array: _Value, index: _Value) -> _Value:
+    if isinstance(array_type, types.Integer):
+        return builder.gep(builder.inttoptr(array, _FLOAT.as_pointer()), [index])
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
@@ -248,7 +253,7 @@ def _store_part(typing: object, array: object, index: object, vector: object, co
 def _broadcast(typing: object, array: object, index: object) -> object:
     def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
-        return _splat(builder, builder.load(address))
+        return _splat(builder, builder.load(address, typ=_FLOAT))
 
     return _lanes(array, types.int64), generate
 
@@ -262,6 +267,13 @@ def _prefetch(typing: object, array: object, index: object) -> object:
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
+
+
+def _number(typing: object, array: object, index: object) -> object:
+    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+        return builder.load(_address(context, builder, sig.args[0], arguments[0], arguments[1]), typ=_FLOAT)
+
+    return types.float32(array, types.int64), generate
 
 
 def _load_bf16(typing: object, array: object, index: object) -> object:
@@ -291,7 +303,7 @@ def _put(typing: object, array: Any, index: object, number: object) -> object:
     def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         number = arguments[2]
-        if sig.args[0].dtype == types.uint16:
+        if getattr(sig.args[0], "dtype", None) == types.uint16:
             number = _rounded_half(builder, number)
         builder.store(number, address)
         return context.get_dummy_value()
@@ -299,28 +311,31 @@ def _put(typing: object, array: Any, index: object, number: object) -> object:
     return types.void(array, types.int64, types.float32), generate
 
 
-load = cast("Callable[[F32, int], Lanes]", intrinsic(_load))
+load = cast("Callable[[Numbers, int], Lanes]", intrinsic(_load))
 """`load(array, index)`: sixteen numbers from a flat index on."""
 
-store = cast("Callable[[F32, int, Lanes], None]", intrinsic(_store))
+store = cast("Callable[[Numbers, int, Lanes], None]", intrinsic(_store))
 """`store(array, index, lanes)`."""
 
-load_part = cast("Callable[[F32, int, int], Lanes]", intrinsic(_load_part))
+load_part = cast("Callable[[Numbers, int, int], Lanes]", intrinsic(_load_part))
 """`load_part(array, index, count)`: the first `count` numbers, zeros behind; all sixteen when count >= 16."""
 
-store_part = cast("Callable[[F32, int, Lanes, int], None]", intrinsic(_store_part))
+store_part = cast("Callable[[Numbers, int, Lanes, int], None]", intrinsic(_store_part))
 """`store_part(array, index, lanes, count)`: store the first `count` lanes; all when count >= 16."""
 
-broadcast = cast("Callable[[F32, int], Lanes]", intrinsic(_broadcast))
+broadcast = cast("Callable[[Numbers, int], Lanes]", intrinsic(_broadcast))
 """`broadcast(array, index)`: one number of an array in every lane."""
+
+number = cast("Callable[[Numbers, int], float]", intrinsic(_number))
+"""`number(array, index)`: one number of an array."""
 
 load_bf16 = cast("Callable[[BF16, int], Lanes]", intrinsic(_load_bf16))
 """`load_bf16(array, index)`: sixteen bfloat16 from a flat index on, widened."""
 
-prefetch = cast("Callable[[F32 | BF16, int], None]", intrinsic(_prefetch))
+prefetch = cast("Callable[[Numbers, int], None]", intrinsic(_prefetch))
 """`prefetch(array, index)`: have the cache line of a flat index brought near; any index will do."""
 
-put = cast("Callable[[F32 | BF16, int, Real], None]", intrinsic(_put))
+put = cast("Callable[[Numbers | BF16, int, Real], None]", intrinsic(_put))
 """`put(array, index, number)`: store one number as the array keeps it; bfloat16 to nearest, ties to even."""
 
 splat = cast("Callable[[Real], Lanes]", _operation("f", "v", lambda b, a: _splat(b, a[0])))

@@ -11,8 +11,9 @@ from pydantic import JsonValue
 
 from cascadia_p2p.doctor.finding import Finding, Level
 from cascadia_p2p.doctor.host import Host, read_text, version_of
+from cascadia_p2p.engine.openvino.environment import LEAST_OPENVINO, PLUGIN_ENVIRONMENT
+from cascadia_p2p.errors import CascadiaError, UsageError
 
-LEAST_OPENVINO: Final = (2026, 3)
 GOOD_OPENVINO: Final = (2026, 4, 1)
 _OLD_FOR_LUNAR_LAKE: Final = (24, 39)
 _GOOD_DRIVER: Final = (25, 48)
@@ -84,7 +85,10 @@ def check_devices(host: Host, device: str, shown: int) -> Iterator[Finding]:
         )
         return
     yield check_openvino(openvino, device)
-    yield check_gpu(host, openvino, device, shown)
+    gpu = check_gpu(host, openvino, device, shown)
+    yield gpu
+    if device.startswith("GPU") and gpu.level is not Level.FAIL:
+        yield check_experts(device)
     yield from check_overrides(dict(os.environ))
 
 
@@ -128,9 +132,9 @@ def check_gpu(host: Host, openvino: OpenVino, device: str, shown: int) -> Findin
         return _not_visible_elsewhere(host, wanted)
     hardware = intel_gpus(host)
     if not hardware:
-        level = Level.FAIL if wanted else Level.OK
-        advice = "use --device CPU on this PC" if wanted else ""
-        return Finding("gpu", level, "no Intel GPU in this PC: matrices are multiplied by the CPU", advice)
+        if wanted:
+            return Finding("gpu", Level.FAIL, "no Intel GPU in this PC", "use --device CPU on this PC")
+        return Finding("gpu", Level.OK, "no Intel GPU in this PC: matrices are multiplied by the CPU")
     reasons = why_invisible(host, hardware)
     if not reasons:
         reasons = [("nothing that is known to hide it is wrong", "look at the output of 'clinfo'")]
@@ -141,6 +145,45 @@ def check_gpu(host: Host, openvino: OpenVino, device: str, shown: int) -> Findin
         + "; ".join(reason for reason, _ in reasons),
         "; ".join(advice for _, advice in reasons),
     )
+
+
+def check_experts(device: str) -> Finding:
+    """A small layer of experts, compiled for the device, looked at and compared as at loading."""
+    # The engine takes seconds to import, and whatever its libraries lack is another finding's.
+    from cascadia_p2p.doctor.experts import try_experts
+
+    try:
+        try_experts(device)
+    except CascadiaError as error:
+        return Finding(
+            "experts",
+            Level.FAIL,
+            str(error),
+            "install OpenVINO 2026.4.1 and Intel's newest driver, or use --device CPU",
+        )
+    return Finding("experts", Level.OK, f"{device} fuses experts of 4 bits and computes them rightly")
+
+
+def require_device(host: Host, openvino: OpenVino, device: str, shown: int) -> None:
+    """Refuse a device that a node can not serve with, by what the checks find.
+
+    Args:
+        host: this machine.
+        openvino: as installed.
+        device: what a node is to use.
+        shown: bytes of memory that the system says it has.
+
+    Raises:
+        UsageError: the device is not there; the message holds why and what to do.
+    """
+    findings = [check_openvino(openvino, device)]
+    if device.startswith("GPU"):
+        findings.append(check_gpu(host, openvino, device, shown))
+    failed = [finding for finding in findings if finding.level is Level.FAIL]
+    if failed:
+        reasons = "; ".join(finding.message for finding in failed)
+        # The later finding knows more of why.
+        raise UsageError(f"--device {device}: {reasons}: {failed[-1].advice}")
 
 
 def _visible(openvino: OpenVino, name: str, wanted: bool, shown: int) -> Finding:
@@ -291,8 +334,12 @@ def driver_version(host: Host) -> str:
 
 
 def check_overrides(environ: dict[str, str]) -> Iterator[Finding]:
-    """Variables that change what OpenVINO and its driver do."""
-    found = sorted(name for name in environ if name.startswith(_OVERRIDES))
+    """Variables that change what OpenVINO and its driver do, but for what the engine itself sets."""
+    found = sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith(_OVERRIDES) and PLUGIN_ENVIRONMENT.get(name) != value
+    )
     if found:
         values: dict[str, str] = {name: environ[name] for name in found}
         yield Finding(

@@ -71,15 +71,20 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
     (Backend.OPENVINO_CPU, Encoding.INT4): Rule(
         0.77, 0.5, "measured, plugin 2026.4.1: 0.77 with FP16 scales in the file, 0.64 with FP32", least=0.64
     ),
+    (Backend.OPENVINO_CPU, Encoding.INT4_AFFINE): Rule(
+        0.8325, 0.5, "as int4, and an FP16 offset for 32; not measured"
+    ),
     (Backend.OPENVINO_CPU, Encoding.INT8): Rule(1.1, 1.0, "measured, plugin 2026.4.1"),
     (Backend.OPENVINO_CPU, Encoding.INT8_GROUPED): Rule(
         1.225, 1.0, "as int8, and an FP32 scale for 32; not measured"
     ),
-    (Backend.OPENVINO_CPU, Encoding.INT4_AFFINE): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_CPU, Encoding.BF16): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_CPU, Encoding.F32): Rule(4.0, 4.0, "measured: the plugin's packed copy"),
     (Backend.OPENVINO_GPU, Encoding.INT4): Rule(
         18.5 / 32, 0.5, "4-bit code, FP16 scale and 4-bit zero point for 32: 18.5 bytes for 32 weights"
+    ),
+    (Backend.OPENVINO_GPU, Encoding.INT4_AFFINE): Rule(
+        0.625, 0.5, "4-bit code, FP16 scale and FP16 offset for 32; not measured"
     ),
     (Backend.OPENVINO_GPU, Encoding.INT8): Rule(
         1.0, 1.0, "one byte, and scale and zero point an output", output=4.0
@@ -87,7 +92,6 @@ RULES: Final[Mapping[tuple[Backend, Encoding], Rule]] = {
     (Backend.OPENVINO_GPU, Encoding.INT8_GROUPED): Rule(
         35.0 / 32, 1.0, "one byte, FP16 scale and 8-bit zero point for 32; not measured"
     ),
-    (Backend.OPENVINO_GPU, Encoding.INT4_AFFINE): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_GPU, Encoding.BF16): Rule(4.0, 4.0, "turned into FP32; not measured"),
     (Backend.OPENVINO_GPU, Encoding.F32): Rule(4.0, 4.0, "as in the file; not measured"),
 }
@@ -205,6 +209,18 @@ _PARTS: Final = {
 """What a matrix of a layer is for, by the last word of its name."""
 
 
+def stored_forms(shard: StoredShard) -> dict[str, Encoding]:
+    """The encodings in which most bytes of experts, projections, head and embedding are stored, if there."""
+    counts: dict[str, dict[Encoding, int]] = {}
+    for name in shard.names:
+        part = _WHOLE.get(name) or _PARTS.get(name.rpartition(".")[2])
+        if part is not None:
+            entry, of_part = shard.entry(name), counts.setdefault(part, {})
+            size = stored_bytes(entry.encoding, entry.shape)
+            of_part[entry.encoding] = of_part.get(entry.encoding, 0) + size
+    return {part: max(found, key=found.__getitem__) for part, found in counts.items()}
+
+
 def footprint_of(shard: StoredShard, backend: Backend, cache: Encoding) -> Footprint:
     """The forms in which most bytes of each part of a shard are stored; a part that it lacks is as experts.
 
@@ -213,17 +229,7 @@ def footprint_of(shard: StoredShard, backend: Backend, cache: Encoding) -> Footp
         backend: who multiplies.
         cache: form of keys and values.
     """
-    counts: dict[str, dict[Encoding, int]] = {}
-    for name in shard.names:
-        entry = shard.entry(name)
-        part = {EMBEDDING: "embedding", "head.weight": "head"}.get(name) or _PARTS.get(
-            name.rpartition(".")[2]
-        )
-        if part is not None:
-            of_part = counts.setdefault(part, {})
-            size = stored_bytes(entry.encoding, entry.shape)
-            of_part[entry.encoding] = of_part.get(entry.encoding, 0) + size
-    forms = {part: max(found, key=found.__getitem__) for part, found in counts.items()}
+    forms = stored_forms(shard)
     experts = forms.get(_EXPERTS, Encoding.F32)
     return Footprint(
         backend,

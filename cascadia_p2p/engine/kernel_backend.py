@@ -130,10 +130,12 @@ class KernelBackend:
     def projections(self, weights: Sequence[StoredMatrix], name: str) -> Projections:
         return _Projections(self, self._rows, self._threads, self._scratch, weights)
 
-    def gated_mlp(self, weights: GatedWeights, scale: float, name: str) -> RowMap:
+    def gated_mlp(self, weights: GatedWeights, scale: float, name: str, attenuation: int = 0) -> RowMap:
         return _Mixture(self, self._rows, self._threads, self._scratch, None, weights, 0, scale).dense
 
-    def experts(self, routed: GatedWeights, shared: GatedWeights, chosen: int, name: str) -> Experts:
+    def experts(
+        self, routed: GatedWeights, shared: GatedWeights, chosen: int, name: str, attenuation: int = 0
+    ) -> Experts:
         return _Mixture(self, self._rows, self._threads, self._scratch, routed, shared, chosen, 1.0).sparse
 
 

@@ -77,11 +77,18 @@ class MatrixBackend(Protocol):
     def projections(self, weights: Sequence[StoredMatrix], name: str) -> Projections:
         """`x @ w.T` for each [out, in] of `weights`, which share `in`."""
 
-    def gated_mlp(self, weights: GatedWeights, scale: float, name: str) -> RowMap:
-        """A gated MLP, its result times `scale`."""
+    def gated_mlp(self, weights: GatedWeights, scale: float, name: str, attenuation: int = 0) -> RowMap:
+        """A gated MLP, its result times `scale`.
 
-    def experts(self, routed: GatedWeights, shared: GatedWeights, chosen: int, name: str) -> Experts:
+        With `attenuation`, a device of small range keeps the inner width times 2 ** -attenuation.
+        """
+
+    def experts(
+        self, routed: GatedWeights, shared: GatedWeights, chosen: int, name: str, attenuation: int = 0
+    ) -> Experts:
         """Stacks of experts; each row passes `chosen` of the routed ones and all of the shared ones.
+
+        With `attenuation`, a device of small range keeps the inner width times 2 ** -attenuation.
 
         Raises:
             CascadiaError: the device would compute all experts for every row.

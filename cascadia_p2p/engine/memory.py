@@ -20,6 +20,11 @@ RESERVE: Final = 192 * 2**20
 
 _F32: Final = 4
 _LEAST_ROWS: Final = 2
+_ENTERING: Final = 6.5
+"""Bytes of a number that enters a product of the kernels: float32, two 8-bit codes, and twice the scale and
+the sum of codes that 32 of them share."""
+
+_MEMBERS: Final = (Part.ROUTED, Part.SHARED, Part.DENSE)
 _HALF: Final = "--cache bf16"
 _PRODUCT_OVERHEAD: Final = 2**20
 """What OpenVINO keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
@@ -82,7 +87,7 @@ def buffer_bytes(layer: LayerSizes, promise: Promise, backend: Backend) -> int:
 def head_buffer_bytes(head: Matrices, promise: Promise, backend: Backend) -> int:
     """Bytes of what the vocabulary head's product holds beside its weights."""
     if backend is Backend.KERNELS:
-        return _F32 * min(promise.rows, promise.slots) * head.rows
+        return round(promise.rows * (_F32 * head.rows + _ENTERING * head.columns))
     return products_bytes(head.rows, 1, promise)
 
 
@@ -92,12 +97,25 @@ def stage_buffer_bytes(sizes: ModelSizes, promise: Promise, backend: Backend) ->
 
 
 def kernel_buffer_bytes(sizes: ModelSizes, promise: Promise) -> int:
-    """Bytes of the kernels' workspace, which the layers of a stage use in turn: that of the widest layer.
+    """Bytes of the kernels' workspace at most, which the layers of a stage use in turn.
 
-    Activations between products as float32, and their codes in two planes.
+    Results of products as float32; what enters products as float32 and as codes. In a mixture that is once
+    for each member that a row passes.
     """
-    widest = max(layer.row_numbers for layer in sizes.layers) + 4 * sizes.hidden
-    return promise.rows * widest * (_F32 + 2)
+    results = attended = members = inner = 0
+    for layer in sizes.layers:
+        outward = [each for each in layer.matrices if each.part is Part.PROJECTIONS]
+        # The last one is behind attention.
+        results = max(results, sum(each.rows for each in outward[:-1]))
+        attended = max(attended, outward[-1].columns)
+        gates = {each.part: each for each in layer.matrices if each.part in _MEMBERS}.values()
+        members = max(members, sum(each.count if each.taken is None else each.taken for each in gates))
+        widths = (
+            each.columns for each in layer.matrices if each.part in _MEMBERS and each.rows == sizes.hidden
+        )
+        inner = max(inner, *widths)
+    entering = sizes.hidden + attended + members * (sizes.hidden + inner)
+    return round(promise.rows * (_F32 * (results + attended + 2 * sizes.hidden) + _ENTERING * entering))
 
 
 def products_bytes(row_numbers: int, products: int, promise: Promise) -> int:

@@ -61,7 +61,7 @@ class CacheSizes:
     """What a layer keeps of a stream.
 
     Args:
-        position_bytes: keys and values of one position.
+        position_bytes: keys and values of one position, as float32.
         window: positions that a row sees, its own among them; None for all.
         taps: of the layer's short convolutions; 1 or 0 when it has none.
         channels: numbers that go into all these convolutions at one position.

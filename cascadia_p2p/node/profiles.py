@@ -73,7 +73,12 @@ def stage_time(measured: MeasuredNode) -> StageTime | None:
     return StageTime.fitted(measured.decoding())
 
 
-def layer_seconds(measured: MeasuredNode, layers: int) -> float:
-    """Seconds that one layer takes for the largest frame that was timed; 0 when none was."""
+def layer_seconds(measured: MeasuredNode, steps: int) -> float:
+    """Seconds that a step of the stage takes for the longest frame that was timed; 0 when none was.
+
+    Args:
+        measured: what was.
+        steps: between which the stage tells that it goes on: layers, or groups of small ones.
+    """
     longest = max((each.seconds for each in measured.frames), default=0.0)
-    return min(longest / layers, _LONGEST_LAYER_S)
+    return min(longest / max(steps, 1), _LONGEST_LAYER_S)

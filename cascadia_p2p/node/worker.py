@@ -60,7 +60,7 @@ class LoadedShard:
 
     @property
     def layer_s(self) -> float:
-        """Measured seconds that a layer takes for a large frame; 0 when not known."""
+        """Measured seconds between two signs of progress in a large frame; 0 when not known."""
         return 0.0 if self.profile is None else layer_seconds(self.profile, len(self.stage.model.layers))
 
 

@@ -67,7 +67,6 @@ def test_the_parts_of_a_first_shard(run: Run, model: Path, tmp_path: Path, bus: 
         assert each.frames >= 5
         busy = {part for part, seconds in each.parts.items() if seconds > 0}
         assert busy == {part.value for part in WorkPart} - {"head"}
-        assert sum(each.parts.values()) == pytest.approx(each.seconds, rel=0.5)
     for rows in (1, 4):
         (frame,) = (each for each in node.frames if (each.kind, each.rows) == ("decode", rows))
         whole = 3 * times(node)[Timed.SPARSE, rows] + 2 * times(node)[Timed.DENSE, rows]
@@ -178,7 +177,7 @@ def test_ctrl_c_leaves_nothing_behind(
 def test_join_finds_the_profile_and_paces_the_ring_by_it(run: Run, model: Path, tmp_path: Path) -> None:
     state = tmp_path / "measured"
     node = profiled(run, model, state, "--shard", 0)
-    longest = max(each.seconds for each in node.frames) / 5
+    longest = max(each.seconds for each in node.frames)
 
     async def live() -> None:
         async with fleet(tmp_path) as ring:
@@ -187,7 +186,9 @@ def test_join_finds_the_profile_and_paces_the_ring_by_it(run: Run, model: Path, 
             head = await ring.open()
             assert head is first
             own: Any = head.node.status()["nodes"]
-            assert own[0]["layer_s"] == pytest.approx(longest)
+            loaded = head.node.loaded
+            assert loaded is not None
+            assert own[0]["layer_s"] == pytest.approx(longest / len(loaded.stage.model.layers))
             assert own[1]["layer_s"] == 0.0
             policy = head.node._conductor._scheduler.policy
             assert policy.stage_time.of(4) == pytest.approx(node.decoding()[1][1], rel=0.01)

@@ -21,10 +21,12 @@ from cascadia_p2p import __version__
 from cascadia_p2p.doctor.bandwidth import measure_bandwidth, sample_rates
 from cascadia_p2p.doctor.devices import (
     InstalledOpenVino,
+    check_experts,
     check_gpu,
     check_openvino,
     check_overrides,
     driver_version,
+    require_device,
 )
 from cascadia_p2p.doctor.finding import Finding, Level, worst
 from cascadia_p2p.doctor.host import Host, version_of, whole_number
@@ -49,6 +51,8 @@ from cascadia_p2p.doctor.software import (
     requirements,
 )
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory
+from cascadia_p2p.engine.openvino.environment import PLUGIN_ENVIRONMENT
+from cascadia_p2p.errors import UsageError
 from cascadia_p2p.types import Promise
 
 ROOT = Path(__file__).parents[2]
@@ -320,6 +324,26 @@ def test_the_drivers_version_is_that_of_its_package(tmp_path: Path) -> None:
     assert driver_version(with_gpu(FileHost(tmp_path))) == "26.09.37435-1"
 
 
+def test_a_node_is_refused_a_device_with_what_the_checks_find(tmp_path: Path) -> None:
+    bare = FileHost(tmp_path / "bare")
+    with pytest.raises(UsageError, match=r"--device GPU: .* sees CPU, not GPU; no Intel GPU .*--device CPU"):
+        require_device(bare, Answers(), "GPU", SHOWN)
+    with pytest.raises(UsageError, match=r"--device NPU: .* sees CPU, not NPU: choose one of these"):
+        require_device(bare, Answers(), "NPU", SHOWN)
+    hidden = FileHost(tmp_path / "hidden", forbidden=("renderD128",))
+    with pytest.raises(UsageError, match=r"may not use /dev/dri/renderD128: sudo usermod -aG render"):
+        require_device(with_gpu(hidden), Answers(), "GPU", SHOWN)
+    require_device(bare, Answers(devices=("CPU", "GPU"), **GPU), "GPU", SHOWN)
+    require_device(bare, Answers(), "CPU", SHOWN)
+
+
+def test_experts_are_tried_on_the_device() -> None:
+    assert check_experts("CPU").level is Level.OK
+    found = check_experts("GPU.9")
+    assert found.level is Level.FAIL
+    assert "--device GPU.9: OpenVINO finds no such device" in found.message
+
+
 def test_windows_and_macs_are_told_what_holds_there(tmp_path: Path) -> None:
     windows = FileHost(tmp_path, "win32")
     assert "OpenCL.dll is missing" in gpu_finding(windows).message
@@ -330,6 +354,8 @@ def test_windows_and_macs_are_told_what_holds_there(tmp_path: Path) -> None:
 
 def test_variables_that_change_openvino_are_named() -> None:
     assert not list(check_overrides({"HOME": "/root"}))
+    assert not list(check_overrides(dict(PLUGIN_ENVIRONMENT))), "the engine sets these itself"
+    assert list(check_overrides(dict.fromkeys(PLUGIN_ENVIRONMENT, "32")))
     (found,) = check_overrides({"OV_GPU_MOE_DISABLE_FUSION": "1", "HOME": "/root"})
     assert (found.level, dict(found.facts)) == (Level.WARN, {"OV_GPU_MOE_DISABLE_FUSION": "1"})
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import StagePlan, TensorSource
-from cascadia_p2p.engine.openvino_backend import OpenVINOBackend
+from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.matrices.encoding import StoredMatrix

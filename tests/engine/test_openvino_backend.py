@@ -9,10 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import openvino as ov
 import pytest
+from openvino import opset15 as ops
 
-from cascadia_p2p.engine import openvino_backend
 from cascadia_p2p.engine.matrix import GatedWeights
-from cascadia_p2p.engine.openvino_backend import OpenVINOBackend, available_devices, layer_types
+from cascadia_p2p.engine.openvino import nodes
+from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
+from cascadia_p2p.engine.openvino.device import available_devices
+from cascadia_p2p.engine.openvino.graphs import Graph
+from cascadia_p2p.engine.openvino.nodes import node_kinds
 from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.matrices.encoding import StoredMatrix
 
@@ -108,14 +112,14 @@ def test_float32_experts_stay_sparse_on_cpu() -> None:
     """The runtime model holds three GatherMatmul and no product that runs over all experts."""
     backend = OpenVINOBackend("CPU", 1, ROWS)
     found: list[dict[str, int]] = []
-    real = openvino_backend.layer_types
+    real = nodes.node_kinds
 
     def note(compiled: object) -> dict[str, int]:
         found.append(real(compiled))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(openvino_backend, "layer_types", note)
+        patch.setattr(nodes, "node_kinds", note)
         backend.experts(gated(1, 64, 32, 12), gated(5, 64, 32, 2), 3, "layers.2.experts")
     assert found[0]["GatherMatmul"] == 3
     # Gate and up of all shared experts at once, and a down for each.
@@ -126,11 +130,13 @@ def test_float32_experts_stay_sparse_on_cpu() -> None:
 def test_experts_that_would_run_dense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the two-input Swish of the opset helpers the CPU plugin computes every expert for every row."""
 
-    def two_inputs(gate: object, up: object) -> object:
-        return openvino_backend.ops.multiply(openvino_backend.ops.swish(gate), up)
+    def two_inputs(self: Graph, gate: object, up: object) -> object:
+        return ops.multiply(ops.swish(gate), up)
 
-    monkeypatch.setattr(openvino_backend, "_gated", two_inputs)
-    with pytest.raises(CascadiaError, match=r"layers\.4\.experts: OpenVINO .* every expert for every row"):
+    monkeypatch.setattr(Graph, "gated", two_inputs)
+    with pytest.raises(
+        CascadiaError, match=r"layers\.4\.experts: .* every expert for every row.*0 of 3 Gather"
+    ):
         OpenVINOBackend("CPU", 1, ROWS).experts(
             gated(1, 64, 32, 12), gated(5, 64, 32, 2), 3, "layers.4.experts"
         )
@@ -167,9 +173,9 @@ def test_results_hold_until_the_next_call_and_inputs_are_read_anew_each_time() -
     assert np.array_equal(project(x)[0], 2 * first)
 
 
-def test_layer_types_counts_nodes_as_the_device_runs_them() -> None:
-    x = openvino_backend.ops.parameter([-1, 8], np.float32)
+def test_node_kinds_counts_nodes_as_the_device_runs_them() -> None:
+    x = ops.parameter([-1, 8], np.float32)
     compiled = ov.Core().compile_model(
-        ov.Model([openvino_backend.ops.matmul(x, np.ones((4, 8), np.float32), False, True)], [x], "m"), "CPU"
+        ov.Model([ops.matmul(x, np.ones((4, 8), np.float32), False, True)], [x], "m"), "CPU"
     )
-    assert layer_types(compiled)["FullyConnected"] == 1
+    assert node_kinds(compiled)["FullyConnected"] == 1

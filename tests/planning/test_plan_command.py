@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from fixtures.dense import MODELS, make_dense
 from fixtures.exports import exact_export as export
-from fixtures.gguf_files import write_gguf
+from fixtures.gguf_files import Kind, write_gguf
 from fixtures.reference import load_case
 from planning_world import CONFIGS, node
 
@@ -38,7 +39,7 @@ def test_it_says_whether_975b_fits_eleven_64_gb_pcs(capsys: pytest.CaptureFixtur
     code, out, err = run(capsys, BIG, *ELEVEN, "--device", "GPU", "--slots", "176")
     assert code == 4
     assert "sold with 64GB, shows 61.0 GiB, a node may use 58.0 GiB, and the GPU may take 53.0 GiB" in out
-    assert re.search(r"^kernels +174 +13$", out, re.M)
+    assert re.search(r"^kernels +173 +13$", out, re.M)
     assert re.search(r"^openvino-gpu \(this plan\) +lifted +151 +13$", out, re.M)
     assert re.search(r"^openvino-gpu +shipped +none: the weights are too large +22$", out, re.M)
     assert err == (
@@ -129,8 +130,23 @@ def test_dense_models_and_gguf_files_are_planned_alike(
     assert code == 0
     assert plan["model"]["family"] == "llama"  # type: ignore[index]
     assert sum(plan["split"]) == plan["model"]["layers"]  # type: ignore[arg-type,index]
-    for source in (gguf, gguf.parent, checkpoint / "config.json"):
+    assert as_json(capsys, str(checkpoint / "config.json"), *small) == (code, plan)
+    # A file of float32 numbers is quantised as any checkpoint is, but the embedding stays as it is.
+    plan["demand"]["embedding"] = "f32"  # type: ignore[index]
+    plan["nodes"][0]["mapped"] *= 2  # type: ignore[index]
+    for source in (gguf, gguf.parent):
         assert as_json(capsys, str(source), *small) == (code, plan)
+
+
+def test_a_gguf_files_own_forms_are_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = next(iter(MODELS.values()))
+    wide = replace(model, config={**model.config, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96})
+    gguf = write_gguf(tmp_path / "model.gguf", wide, kind_of=lambda name, values: Kind.Q8_0)
+    small = ("--nodes", "2", "--memory", "2GiB", "--leave", "0MiB", "--context", "256", "--slots", "4")
+    code, plan = as_json(capsys, str(gguf), *small)
+    assert (code, plan["demand"]["experts"]) == (0, "int8g32")  # type: ignore[index]
+    _, plan = as_json(capsys, str(gguf), "--experts", "int4", *small)
+    assert plan["demand"]["experts"] == "int4"  # type: ignore[index]
 
 
 def test_profiles_give_speeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from cascadia_p2p.compiled.compiling import part
 from cascadia_p2p.compiled.simd import F32, LANES
-from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, fetch, readable
+from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks, address, fetch
 from cascadia_p2p.engine.kernels.query_tiles import (
     SEGMENT_BLOCKS,
     add_block,
@@ -47,6 +47,9 @@ ITEM: Final = 8
 
 PARTIAL_NUMBERS: Final = 4 * 2**20
 """Numbers for segments apart that a kernel makes room for where it may need them; any number would do."""
+
+_FLOAT: Final = 4
+"""Bytes of a number."""
 
 _QUERIES: Final = 64
 """Query vectors of a tile, as long as a row does not have more."""
@@ -170,7 +173,7 @@ def plan_items(
 @part
 def queries_at(work: F32) -> int:
     """Where in `work` an item's query vectors [rows * group, dim] have to stand when it attends."""
-    return (-work.ctypes.data // 4) % LANES
+    return (-address(work) // 4) % LANES
 
 
 @part
@@ -215,77 +218,73 @@ def attend_tile(
         work: float32, this thread's.
         out: float32 [rows, heads * dim].
     """
-    kv_heads, dim, stored = keys.shape[1], keys.shape[2], values.shape[3]
+    kv_heads, dim, stored, ring = keys.shape[1], keys.shape[2], values.shape[3], table.shape[1]
     kv_head, rows, first, end = items[item, 0], items[item, 2], items[item, 3], items[item, 4]
-    partial, count, size = items[item, 5], rows * group, record_numbers(stored)
-    room = padded(count) + 4
-    query, relative = queries_at(work), relative_at(work, count, dim)
-    scores = relative + (room * bias.shape[0] + LANES - 1) // LANES * LANES
+    partial, count, size, ranks = items[item, 5], rows * group, record_numbers(stored), bias.shape[0]
+    query, memory, room = queries_at(work), address(work), padded(count) + 4
+    relative, hop = relative_at(work, count, dim), LANES * keys.itemsize // _FLOAT
+    scores = relative + (room * ranks + LANES - 1) // LANES * LANES
     run = scores + room * BLOCK
     folded = run + room * size
-    key_room = folded + room * size
-    value_room = key_room + dim * BLOCK
-    for h in range(count * dim, padded(count) * dim):
-        work[query + h] = 0.0
-    records, base = work, run
+    wide_keys = memory + (folded + room * size) * _FLOAT
+    wide_values = wide_keys + dim * BLOCK * _FLOAT
+    for h in range(query + count * dim, query + padded(count) * dim):
+        work[h] = 0.0
+    records, base = memory, run
     if partial >= 0:
-        records, base = partials, np.int64(partial) * size
-    ready_keys, ready_values, ring = readable(keys, work), readable(values, work), table.shape[1]
+        records, base = address(partials), partial * size
     several = partial < 0 and (end - 1) // SEGMENT_BLOCKS > first // SEGMENT_BLOCKS
     clear(records, base, padded(count), stored)
     for b in range(first, end):
         block = np.int64(table[slot, b % ring]) * kv_heads + kv_head
         following = np.int64(table[slot, (b + 1) % ring]) * kv_heads + kv_head
-        key = fetch(keys, block * dim * BLOCK, dim * BLOCK, work, key_room)
-        value = fetch(values, block * BLOCK * stored, BLOCK * stored, work, value_room)
-        start = b * BLOCK
         score_block(
-            work,
+            memory,
             query,
             relative,
             scores,
             dim,
-            bias,
+            ranks,
+            address(bias),
             extent,
             group,
             rows,
             position,
             window,
-            start,
-            ready_keys,
-            key,
-            keys,
-            following * dim * BLOCK,
+            b * BLOCK,
+            fetch(keys, block * dim * BLOCK, dim * BLOCK, wide_keys),
+            address(keys) + following * dim * BLOCK * keys.itemsize,
+            hop,
         )
         add_block(
-            work,
+            memory,
             scores,
             group,
             rows,
             position,
             window,
-            start,
-            ready_values,
-            value,
+            b * BLOCK,
+            fetch(values, block * BLOCK * stored, BLOCK * stored, wide_values),
             stored,
-            values,
-            following * BLOCK * stored,
+            address(values) + following * BLOCK * stored * values.itemsize,
+            hop,
             records,
             base,
         )
         if several and ((b + 1) % SEGMENT_BLOCKS == 0 or b + 1 == end):
-            _fold_segment(work, run, folded, b // SEGMENT_BLOCKS, group, rows, position, window, stored)
-            clear(work, run, padded(count), stored)
+            segment = b // SEGMENT_BLOCKS
+            _fold_segment(memory, run, folded, segment, group, rows, position, window, stored)
+            clear(memory, run, padded(count), stored)
     if partial < 0:
         done = folded if several else run
         for i in range(count):
             heads = ((items[item, 1] + i // group) * kv_heads + kv_head) * group + i % group
-            finish(work, done + i * size, stored, dim, out, heads * dim)
+            finish(memory, done + i * size, stored, dim, address(out), heads * dim)
 
 
 @part
 def _fold_segment(
-    work: F32,
+    work: int,
     run: int,
     folded: int,
     segment: int,
@@ -323,7 +322,7 @@ def merge_item(
     """Fold the segments of a tile whose items were apart, and write its rows of `out`."""
     kv_head, row, rows, begin = merges[item, 0], merges[item, 1], merges[item, 2], merges[item, 3]
     size, count = record_numbers(stored), rows * group
-    base, at = np.int64(merges[item, 5]) * size, queries_at(work)
+    base, at, memory, apart = merges[item, 5] * size, queries_at(work), address(work), address(partials)
     for i in range(count):
         position = positions[row + i // group]
         first, end = _blocks_seen(position, position, window)
@@ -331,8 +330,8 @@ def merge_item(
         for segment in range(first_segment, (end - 1) // SEGMENT_BLOCKS + 1):
             place = base + ((segment - begin // SEGMENT_BLOCKS) * padded(count) + i) * size
             if segment == first_segment:
-                copy_record(work, at, partials, place, stored)
+                copy_record(memory, at, apart, place, stored)
             else:
-                fold(work, at, partials, place, stored)
+                fold(memory, at, apart, place, stored)
         heads = ((row + i // group) * kv_heads + kv_head) * group + i % group
-        finish(work, at, stored, dim, out, heads * dim)
+        finish(memory, at, stored, dim, address(out), heads * dim)

@@ -5,7 +5,7 @@ context the table is a ring. In a block, values stand as [kv head, offset, dim],
 dim, offset], so that the scores of sixteen positions come out of one vector without a sum over lanes.
 
 Bfloat16 is held as uint16. Kernels are generic over the two: `put` stores a number either way, and `fetch`
-hands out a block as float32, in place or widened into the caller's memory.
+finds a block as float32, in place or widened into the caller's memory.
 """
 
 from __future__ import annotations
@@ -67,6 +67,13 @@ def _zeros(shape: tuple[int, ...], storage: Storage) -> Blocks:
 
 
 @part
+def address(array: Blocks) -> int:
+    """Where an array's numbers start, as a signed integer: numba would add others to floats."""
+    place: int = np.int64(array.ctypes.data)  # type: ignore[assignment]
+    return place
+
+
+@part
 def put_key(key: F32, at: int, keys: Blocks, block: int, head: int, offset: int) -> None:
     """Put one head's key, which starts at a flat index, into its block."""
     dim = keys.shape[2]
@@ -87,45 +94,29 @@ def put_value(value: F32, at: int, dim: int, values: Blocks, block: int, head: i
 
 
 @part
-def _widen(blocks: BF16, at: int, count: int, room: F32, room_at: int) -> None:
+def _widen(blocks: BF16, at: int, count: int, room: int) -> None:
     for c in range(0, count, LANES):
-        store(room, room_at + c, load_bf16(blocks, at + c))
+        store(room, c, load_bf16(blocks, at + c))
 
 
-def fetch(blocks: Blocks, at: int, count: int, room: F32, room_at: int) -> int:
-    """Where in `readable(blocks, room)` the numbers of `blocks` from `at` on now stand as float32.
+def fetch(blocks: Blocks, at: int, count: int, room: int) -> int:
+    """The address of float32 numbers that are those of `blocks` from `at` on.
 
-    Bfloat16 is widened into `room` at `room_at`; `count` is a multiple of 16.
+    Bfloat16 is widened into memory at the address `room`; `count` is a multiple of 16.
     """
     raise NotImplementedError("exists only in compiled kernels")
 
 
-def readable(blocks: Blocks, room: F32) -> F32:
-    """The array that holds what `fetch` made ready: `blocks` themselves if float32, else `room`."""
-    raise NotImplementedError("exists only in compiled kernels")
-
-
 # Numba wants the same annotations in both levels of an overload.
-def _fetch(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> object:
-    def in_place(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> Any:
-        return at
+def _fetch(blocks: Any, at: Any, count: Any, room: Any) -> object:
+    def in_place(blocks: Any, at: Any, count: Any, room: Any) -> Any:
+        return address(blocks) + at * blocks.itemsize
 
-    def widened(blocks: Any, at: Any, count: Any, room: Any, room_at: Any) -> Any:
-        _widen(blocks, at, count, room, room_at)
-        return room_at
+    def widened(blocks: Any, at: Any, count: Any, room: Any) -> Any:
+        _widen(blocks, at, count, room)
+        return room
 
     return in_place if blocks.dtype == types.float32 else widened
 
 
-def _readable(blocks: Any, room: Any) -> object:
-    def themselves(blocks: Any, room: Any) -> Any:
-        return blocks
-
-    def the_room(blocks: Any, room: Any) -> Any:
-        return room
-
-    return themselves if blocks.dtype == types.float32 else the_room
-
-
 overload(fetch)(_fetch)
-overload(readable)(_readable)

@@ -9,19 +9,19 @@ are folded from the first to the last. What a row does not see, it passes withou
 result depends neither on its tile, nor on the threads, nor on who folds its segments.
 
 What one query vector has summed up is a record of `stored + 32` numbers: the sums of its values, sixteen
-lanes of the sum of its exponentials, and its greatest score.
+lanes of the sum of its exponentials, and its greatest score. Arrays are float32, and go by their addresses.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import numba
 import numpy as np
 from numba.core import codegen
 
 from cascadia_p2p.compiled.compiling import part
 from cascadia_p2p.compiled.simd import (
-    F32,
     LANES,
     Lanes,
     add,
@@ -34,14 +34,16 @@ from cascadia_p2p.compiled.simd import (
     largest,
     load,
     mul,
+    number,
     prefetch,
+    put,
     splat,
     store,
     store_part,
     sub,
     total,
 )
-from cascadia_p2p.engine.kernels.blocks import BLOCK, Blocks
+from cascadia_p2p.engine.kernels.blocks import BLOCK
 
 SEGMENT_BLOCKS: Final = 32
 """Blocks of one softmax."""
@@ -50,10 +52,10 @@ TOGETHER: Final = 4
 """Query vectors that registers hold at once."""
 
 _SHARES: Final = 4
-"""Fours of vectors that together prefetch a block, sixteen numbers for each row that they multiply."""
+"""Fours of vectors that together prefetch a block, `hop` for each row that they multiply."""
 
-_WIDE: Final = "+avx512f" in str(codegen.get_host_cpu_features())
-"""Whether sixteen vectors of sums fit into the registers; otherwise four do."""
+_WIDE: Final = "+avx512f" in (numba.config.CPU_FEATURES or str(codegen.get_host_cpu_features()))
+"""Of what numba compiles for: whether sixteen vectors of sums fit into the registers; otherwise four do."""
 
 _MINUS_INFINITY: Final = np.float32(-np.inf)
 
@@ -71,12 +73,12 @@ def padded(queries: int) -> int:
 
 
 @part
-def _load4(array: F32, at: int) -> tuple[Lanes, Lanes, Lanes, Lanes]:
+def _load4(array: int, at: int) -> tuple[Lanes, Lanes, Lanes, Lanes]:
     return load(array, at), load(array, at + LANES), load(array, at + 2 * LANES), load(array, at + 3 * LANES)
 
 
 @part
-def _store4(array: F32, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None:
+def _store4(array: int, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None:
     store(array, at, a)
     store(array, at + LANES, b)
     store(array, at + 2 * LANES, c)
@@ -85,14 +87,14 @@ def _store4(array: F32, at: int, a: Lanes, b: Lanes, c: Lanes, d: Lanes) -> None
 
 @part
 def _multiply_narrow(
-    left: F32,
+    left: int,
     row: int,
     step: int,
     count: int,
-    right: F32,
+    right: int,
     at: int,
     stride: int,
-    sums: F32,
+    sums: int,
     place: int,
     gap: int,
 ) -> None:
@@ -112,21 +114,26 @@ def _multiply_narrow(
 
 @part
 def _multiply_wide(
-    left: F32,
+    left: int,
     row: int,
     step: int,
     count: int,
-    right: F32,
+    right: int,
     at: int,
     stride: int,
-    sums: F32,
+    sums: int,
     place: int,
     gap: int,
-    next_one: Blocks,
+    next_one: int,
     near: int,
     also: int,
+    hop: int,
 ) -> None:
-    """The same with 64 columns; `next_one` is prefetched from `near` on, and `also` behind, as it goes."""
+    """The same with 64 columns; memory at `next_one` is prefetched as it goes.
+
+    For each row that is a cache line at `near`, which moves on by `hop`, and one `also` behind it; all three
+    in float32 numbers.
+    """
     a0, a1, a2, a3 = _load4(sums, place)
     b0, b1, b2, b3 = _load4(sums, place + gap)
     c0, c1, c2, c3 = _load4(sums, place + 2 * gap)
@@ -136,7 +143,7 @@ def _multiply_wide(
         prefetch(next_one, near)
         prefetch(next_one, near + also)
         at += stride
-        near += LANES
+        near += hop
         w = broadcast(left, i)
         a0, a1, a2, a3 = fma(w, x0, a0), fma(w, x1, a1), fma(w, x2, a2), fma(w, x3, a3)
         w = broadcast(left, i + step)
@@ -153,35 +160,36 @@ def _multiply_wide(
 
 @part
 def _multiply(
-    left: F32,
+    left: int,
     row: int,
     step: int,
     count: int,
-    right: F32,
+    right: int,
     at: int,
     stride: int,
     columns: int,
-    sums: F32,
+    sums: int,
     place: int,
     gap: int,
-    next_one: Blocks,
+    next_one: int,
     near: int,
     also: int,
+    hop: int,
 ) -> None:
     """Four rows of `left` times all columns of `right`, whose rows are `stride` apart, added to `sums`."""
     wide = columns // BLOCK * BLOCK if _WIDE else 0
     for c in range(0, wide, BLOCK):
         _multiply_wide(
-            left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also
+            left, row, step, count, right, at + c, stride, sums, place + c, gap, next_one, near, also, hop
         )
-        near += count * LANES
+        near += count * hop
     for c in range(wide, columns, LANES):
         _multiply_narrow(left, row, step, count, right, at + c, stride, sums, place + c, gap)
 
 
 @part
 def _add_one(
-    work: F32, weight: int, low: int, high: int, values: F32, place: int, stored: int, records: F32, at: int
+    work: int, weight: int, low: int, high: int, values: int, place: int, stored: int, records: int, at: int
 ) -> None:
     """Add values `low` to `high - 1` of a block, by one vector's exponentials, to its record."""
     wide = stored // BLOCK * BLOCK
@@ -200,7 +208,7 @@ def _add_one(
 
 
 @part
-def _soften(work: F32, score: int, low: int, high: int, stored: int, records: F32, at: int) -> None:
+def _soften(work: int, score: int, low: int, high: int, stored: int, records: int, at: int) -> None:
     """Turn one vector's scores of a block into exponentials, and scale its record to the greatest score."""
     s0, s1, s2, s3 = _load4(work, score)
     if low > 0 or high < BLOCK:
@@ -209,14 +217,14 @@ def _soften(work: F32, score: int, low: int, high: int, stored: int, records: F3
         s2 = keep(s2, low - 2 * LANES, high - 2 * LANES, _MINUS_INFINITY)
         s3 = keep(s3, low - 3 * LANES, high - 3 * LANES, _MINUS_INFINITY)
     lanes = at + stored
-    old = records[lanes + LANES]
+    old = number(records, lanes + LANES)
     top = max(old, largest(larger(larger(s0, s1), larger(s2, s3))))
     peak = splat(top)
     s0, s1 = exp(sub(s0, peak)), exp(sub(s1, peak))
     s2, s3 = exp(sub(s2, peak)), exp(sub(s3, peak))
     _store4(work, score, s0, s1, s2, s3)
     if top != old:
-        records[lanes + LANES] = top
+        put(records, lanes + LANES, top)
         factor = exp(splat(old - top))
         for d in range(0, stored + LANES, LANES):
             store(records, at + d, mul(load(records, at + d), factor))
@@ -232,18 +240,22 @@ def _seen(position: int, window: int, start: int) -> tuple[int, int]:
 
 
 @part
-def _ahead(four: int, count: int, size: int, start: int) -> tuple[int, int]:
-    """Where one of the fours of vectors starts to prefetch, and how far behind that it prefetches too."""
+def _ahead(four: int, count: int, share: int) -> tuple[int, int]:
+    """Where one of the fours of vectors starts to prefetch, and how far behind that it prefetches too.
+
+    The first four fours take a share of the block each; where there are fewer, they take two.
+    """
     if four >= _SHARES:
-        return start, 0
-    return start + four * (size // _SHARES), 0 if count > (_SHARES - 1) * TOGETHER else size // 2
+        return 0, 0
+    return four * share, 0 if count > (_SHARES - 1) * TOGETHER else 2 * share
 
 
 @part
 def _bias_scores(
-    work: F32,
+    work: int,
     relative: int,
-    bias: F32,
+    ranks: int,
+    bias: int,
     extent: int,
     group: int,
     rows: int,
@@ -253,8 +265,7 @@ def _bias_scores(
     scores: int,
 ) -> None:
     """Start the scores of a block with the relative bias of each row."""
-    ranks, width = bias.shape[0], bias.shape[1]
-    zero = splat(0.0)
+    width, zero = extent + 2 * BLOCK, splat(0.0)
     # What the four vectors write beyond their row's, the next row writes anew.
     for row in range(rows):
         low, high = _seen(position + row, window, start)
@@ -280,38 +291,39 @@ def _bias_scores(
                         bias,
                         bias_at,
                         0,
+                        0,
                     )
 
 
 @part
 def score_block(
-    work: F32,
+    work: int,
     queries: int,
     relative: int,
     scores: int,
     dim: int,
-    bias: F32,
+    ranks: int,
+    bias: int,
     extent: int,
     group: int,
     rows: int,
     position: int,
     window: int,
     start: int,
-    keys: F32,
-    key: int,
-    next_one: Blocks,
-    next_key: int,
+    keys: int,
+    next_one: int,
+    hop: int,
 ) -> None:
     """Scores of a tile's query vectors against the block whose first position is `start`.
 
     In `work` stand the vectors [padded, dim] from `queries` on, their `relative` [padded, ranks], and room
-    for `scores` [padded + 4, 64]. The rows' positions start with `position`. The block's keys in
-    `next_one` from `next_key` on are prefetched.
+    for `scores` [padded + 4, 64]. The rows' positions start with `position`. At `next_one`
+    the next block's keys are prefetched, of which `hop` float32 numbers are as large as sixteen of them.
     """
     count = rows * group
-    biased = bias.shape[0] > 0 and extent + BLOCK - 1 - position + start > 0
+    biased = ranks > 0 and extent + BLOCK - 1 - position + start > 0
     if biased:
-        _bias_scores(work, relative, bias, extent, group, rows, position, window, start, scores)
+        _bias_scores(work, relative, ranks, bias, extent, group, rows, position, window, start, scores)
     zero = splat(0.0)
     for t in range(0, count, TOGETHER):
         low, high = _seen(position + t // group, window, start)
@@ -321,14 +333,14 @@ def score_block(
             if not biased:
                 for d in range(0, TOGETHER * BLOCK, LANES):
                     store(work, score + d, zero)
-            near, also = _ahead(t // TOGETHER, count, dim * BLOCK, next_key)
+            near, also = _ahead(t // TOGETHER, count, dim * hop)
             _multiply(
                 work,
                 queries + t * dim,
                 dim,
                 dim,
                 keys,
-                key,
+                0,
                 BLOCK,
                 BLOCK,
                 work,
@@ -337,24 +349,24 @@ def score_block(
                 next_one,
                 near,
                 also,
+                hop,
             )
 
 
 @part
 def add_block(
-    work: F32,
+    work: int,
     scores: int,
     group: int,
     rows: int,
     position: int,
     window: int,
     start: int,
-    values: F32,
-    value: int,
+    values: int,
     stored: int,
-    next_one: Blocks,
-    next_value: int,
-    records: F32,
+    next_one: int,
+    hop: int,
+    records: int,
     base: int,
 ) -> None:
     """Turn the scores that `score_block` left into exponentials, and add values by them to the records."""
@@ -378,9 +390,9 @@ def add_block(
             for i in range(t, last + 1):
                 first, end = _seen(position + i // group, window, start)
                 end, weight, record = min(end, both), scores + i * BLOCK, base + i * size
-                _add_one(work, weight, first, end, values, value, stored, records, record)
-        at, left, record = value + both * stored, scores + t * BLOCK + both, base + t * size
-        near, also = _ahead(t // TOGETHER, count, stored * BLOCK, next_value)
+                _add_one(work, weight, first, end, values, 0, stored, records, record)
+        at, left, record = both * stored, scores + t * BLOCK + both, base + t * size
+        near, also = _ahead(t // TOGETHER, count, stored * hop)
         _multiply(
             work,
             left,
@@ -396,45 +408,46 @@ def add_block(
             next_one,
             near,
             also,
+            hop,
         )
         if mixed:
             for i in range(t, last + 1):
                 first, end = _seen(position + i // group, window, start)
                 first, weight, record = max(first, both_end), scores + i * BLOCK, base + i * size
-                _add_one(work, weight, first, end, values, value, stored, records, record)
+                _add_one(work, weight, first, end, values, 0, stored, records, record)
 
 
 @part
-def clear(records: F32, base: int, count: int, stored: int) -> None:
+def clear(records: int, base: int, count: int, stored: int) -> None:
     """Make records of nothing."""
     size = record_numbers(stored)
     for i in range(count):
         for d in range(0, size, LANES):
             store(records, base + i * size + d, splat(0.0))
-        records[base + i * size + stored + LANES] = _MINUS_INFINITY
+        put(records, base + i * size + stored + LANES, _MINUS_INFINITY)
 
 
 @part
-def fold(into: F32, at: int, of: F32, place: int, stored: int) -> None:
+def fold(into: int, at: int, of: int, place: int, stored: int) -> None:
     """Add the record of a later segment to that of the earlier ones."""
     peak = stored + LANES
-    old, new = into[at + peak], of[place + peak]
+    old, new = number(into, at + peak), number(of, place + peak)
     top = max(old, new)
     a, b = exp(splat(old - top)), exp(splat(new - top))
     for d in range(0, peak, LANES):
         store(into, at + d, fma(load(of, place + d), b, mul(load(into, at + d), a)))
-    into[at + peak] = top
+    put(into, at + peak, top)
 
 
 @part
-def copy_record(into: F32, at: int, of: F32, place: int, stored: int) -> None:
+def copy_record(into: int, at: int, of: int, place: int, stored: int) -> None:
     """Take the record of a row's first segment as it is."""
     for d in range(0, record_numbers(stored), LANES):
         store(into, at + d, load(of, place + d))
 
 
 @part
-def finish(records: F32, at: int, stored: int, dim: int, out: F32, place: int) -> None:
+def finish(records: int, at: int, stored: int, dim: int, out: int, place: int) -> None:
     """Write the mean of values that a record stands for."""
     shares = splat(total(load(records, at + stored)))
     for d in range(0, dim, LANES):
