@@ -1,10 +1,10 @@
 """From float32 numbers to stored matrices: codes, scales and blocks, each scale chosen by its squared error.
 
 A scale for 32 inputs is searched for in two steps. A dozen candidates, each the group's largest number
-divided by something between 5 and 10, give codes; for given codes the best scale is known (least squares),
+divided by something between 4 and 10, give codes; for given codes the best scale is known (least squares),
 and with it how much of the group's energy it accounts for. The winner's scale, rounded to FP16, then competes
-as it stands with the plain rules: the largest magnitude at 7, or at -8. The candidates hold 5, 6, 7 and 8
-themselves, one of which hits any group that was quantised before.
+as it stands with the plain rules: the largest magnitude at 7, or at -8; and where the group looks as if it
+had been quantised before, with all rules that put the largest magnitude at a code.
 
 A scale for an output is searched for among eight that clip more and more of the row.
 """
@@ -49,7 +49,7 @@ U16: TypeAlias = npt.NDArray[np.uint16]
 LARGEST: Final = 8.0 * 65504.0
 """The largest magnitude that encodings with FP16 scales take."""
 
-_INT4_DIVISORS: Final = np.array([8, 7, 6, 5, 6.5, 7.3, 7.6, 8.3, 8.6, 9, 9.5, 10], np.float32)
+_INT4_DIVISORS: Final = np.array([8, 7, 6, 5, 4, 6.5, 7.3, 7.6, 8.3, 8.6, 9, 9.5, 10], np.float32)
 _INT8_DIVISORS: Final = np.array([127.5, 127, 128], np.float32)
 _LEAST_CLIPPED: Final = np.array([1, 0.97, 0.94, 0.9, 0.86, 0.81, 0.75, 0.67], np.float32)
 
@@ -63,7 +63,10 @@ _HALF_NORMAL = np.float32(2.0**-14)
 _HALF_ROUNDER = np.float32(0.75)
 # Leaves 11 of 24 bits: x * split - (x * split - x).
 _HALF_SPLIT = np.float32(8193.0)
-# Groups whose scales may be subnormal try divisors below 5 too, as the halves of such scales are not in FP16.
+# A group of which codes account for all but a millionth may have been quantised before: rounding hides which
+# of several scales, each a simple fraction of another, is the one that FP16 has.
+_ALL = np.float32(1.0 - 1e-6)
+# The same goes for groups whose scales may be subnormal, whose fractions FP16 does not have.
 _SMALL = np.float32(2.0**-9)
 # Rows of smaller numbers than this are rows of zeros: their reciprocals would overflow.
 _NOTHING = np.float32(2.0**-100)
@@ -131,35 +134,26 @@ def _error(tile: F32, at: int, scale: Lanes, low: Lanes, high: Lanes) -> Lanes:
 
 
 @part
-def _extreme(tile: F32, at: int) -> Lanes:
-    """Of each output's group the number of largest magnitude, with its sign; the first of several."""
-    result, most = load(tile, at), _magnitude(load(tile, at))
-    for i in range(1, GROUP):
+def _extreme(tile: F32, at: int) -> tuple[Lanes, Lanes]:
+    """Of each output's group the number of largest magnitude, the first of several; its sum of squares."""
+    result, most, squares = splat(0.0), splat(0.0), splat(0.0)
+    for i in range(GROUP):
         x = load(tile, at + i * LANES)
         size = _magnitude(x)
         result = choose(most, size, x, result)
         most = larger(size, most)
-    return result
+        squares = fma(x, x, squares)
+    return result, squares
 
 
 @part
 def _group_scale(tile: F32, at: int, divisors: F32, lowest: Real, spare: F32) -> Lanes:
     """The scales, FP16 numbers, of a group of 32 inputs of sixteen outputs."""
     low, high = splat(lowest), splat(-lowest - 1.0)
-    extreme = _extreme(tile, at)
+    extreme, squares = _extreme(tile, at)
     size = _magnitude(extreme)
     towards_low = choose(size, splat(_NO_SCALE), splat(0.0), div(splat(-1.0), extreme))
     best, most = splat(0.0), splat(0.0)
-    store(spare, 0, choose(splat(0.0), size, choose(size, splat(_SMALL), splat(1.0), splat(0.0)), splat(0.0)))
-    small = False
-    for lane in range(LANES):
-        small = small or spare[lane] > 0.0
-    if small:
-        for divisor in range(1, 5):
-            scale, score = _least_squares(tile, at, mul(towards_low, splat(divisor)), low, high)
-            score = choose(size, splat(_SMALL), score, splat(0.0))
-            best = choose(most, score, scale, best)
-            most = larger(score, most)
     for candidate in range(divisors.shape[0]):
         scale, score = _least_squares(tile, at, mul(towards_low, splat(divisors[candidate])), low, high)
         best = choose(most, score, scale, best)
@@ -171,6 +165,27 @@ def _group_scale(tile: F32, at: int, divisors: F32, lowest: Real, spare: F32) ->
         error = _error(tile, at, rule, low, high)
         best = choose(error, least, rule, best)
         least = _smaller(error, least)
+    if lowest == -8.0:
+        doubtful = choose(mul(squares, splat(_ALL)), most, splat(1.0), splat(0.0))
+        doubtful = choose(size, splat(_SMALL), splat(1.0), doubtful)
+        store(spare, 0, choose(splat(0.0), size, doubtful, splat(0.0)))
+        for lane in range(LANES):
+            if spare[lane] > 0.0:
+                return _whole_scale(tile, at, extreme, load(spare, 0), best, least)
+    return best
+
+
+@part
+def _whole_scale(tile: F32, at: int, extreme: Lanes, doubtful: Lanes, best: Lanes, least: Lanes) -> Lanes:
+    """Where `doubtful` is 1, the best of eight scales that put the extreme at a code, and of `best`."""
+    low, high, none = splat(-8.0), splat(7.0), splat(0.0)
+    for code in range(1, 9):
+        scale = _to_half(div(extreme, splat(-code)))
+        error = _error(tile, at, scale, low, high)
+        # Zero is not below a negative number: lanes without doubt stay as they are.
+        gain = choose(none, doubtful, sub(least, error), splat(-1.0))
+        best = choose(none, gain, scale, best)
+        least = choose(none, gain, error, least)
     return best
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.matrices.encoding import F32
+from cascadia_p2p.matrices.energy import row_energies
 from cascadia_p2p.models.layout import TensorPlan
 
 MOST: Final = 24
@@ -35,7 +36,7 @@ class RangeEstimate:
     """Follows the weights of one layer as they are exported: the norm first, gate and up before down."""
 
     def __init__(self) -> None:
-        self._norm: F32 = np.ones(1, np.float32)
+        self._norm: F32 = np.empty(0, np.float32)
         self._lengths: dict[str, _F64] = {}
         self._largest = 0.0
 
@@ -50,14 +51,13 @@ class RangeEstimate:
             lengths = self._lengths.setdefault(
                 plan.name, np.zeros((math.prod(plan.shape[:-2]), plan.shape[-2]))
             )
-            with np.errstate(all="ignore"):
-                weighted = values * self._norm
-                lengths[stack, row : row + len(values)] = np.sqrt(np.einsum("ij,ij->i", weighted, weighted))
+            lengths[stack, row : row + len(values)] = np.sqrt(row_energies(values, self._norm))
         elif part == "down" and f"{group}.up" in self._lengths:
             neurons = self._neurons(group, stack)
-            with np.errstate(all="ignore"):
-                energy = np.square(values) @ np.square(neurons).astype(np.float32)
-            self._largest = max(self._largest, float(neurons.max()), math.sqrt(float(energy.max())))
+            strongest = float(neurons.max())
+            shares = (neurons / max(strongest, 1e-30)).astype(np.float32)
+            output = math.sqrt(float(row_energies(values, shares).max())) * strongest
+            self._largest = max(self._largest, strongest, output)
 
     def exponent(self) -> int:
         """The least n that brings the layer inside FP16, 0 to `MOST`."""

@@ -7,16 +7,19 @@ blocks, and whole heads where the order of a head's rows changes. So pieces chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.matrices.encoding import F32, GROUP, OUTPUTS, Encoding, StoredMatrix, block_counts
+from cascadia_p2p.matrices.energy import largest_magnitude
 from cascadia_p2p.matrices.packing import dense, pack
 from cascadia_p2p.matrices.quantise import LARGEST, encode
 from cascadia_p2p.models.layout import TensorPlan
@@ -30,6 +33,9 @@ PIECE_NUMBERS = 2**20
 
 Watch = Callable[[TensorPlan, int, int, F32], None]
 """Told of each piece of a tensor: its plan, the stack, the first row, and float32 [rows, inputs]."""
+
+_Piece: TypeAlias = tuple[range, range]
+"""Stacks, and rows of each of them."""
 
 _Any = TypeVar("_Any", bound=np.generic)
 _LARGEST: Final = 3.38e38
@@ -94,23 +100,65 @@ def _copy_parts(source: Source, name: str, parts: Sequence[_Part], writer: _Writ
     first = parts[0]
     low, step, length, inputs = min(part.start for part in parts), first.step, first.length, first.inputs
     unit = math.lcm(*(part.unit for part in parts))
-    for stacks, rows in _pieces(first.stacks, first.rows, inputs * step, unit, first.rows * step == length):
+
+    def read(piece: tuple[range, range]) -> _Lines:
+        stacks, rows = piece
         begin = low + rows.start * step
         count = min(len(rows) * step, length - begin)
-        place, numbers = (stacks.start * length + begin) * inputs, len(stacks) * count * inputs
-        lines = _Groups(source, name, place, numbers, inputs) if first.lossless else None
-        values = None if lines else source.read(name, place, numbers).reshape(-1, inputs)
-        for part in parts:
-            written = 0
-            for at, stack in enumerate(stacks):
-                chosen = slice(at * count + part.start - low, (at + 1) * count, step)
-                if values is not None:
-                    piece = _in_order(part, values[chosen][: len(rows)])
-                    written += writer.write(part, stack, rows.start, piece)
-                elif lines is not None:
-                    kept = lines.matrix(part, chosen, len(rows))
-                    written += writer.write_kept(part, stack, rows.start, kept)
-            writer.progress(written)
+        start, numbers = (stacks.start * length + begin) * inputs, len(stacks) * count * inputs
+        if first.lossless:
+            return _Lines(stacks, rows, count, None, _Groups(source, name, start, numbers, inputs))
+        return _Lines(stacks, rows, count, source.read(name, start, numbers).reshape(-1, inputs), None)
+
+    pieces = _pieces(first.stacks, first.rows, inputs * step, unit, first.rows * step == length)
+    # Closed at once when something fails, so that nobody reads on from a source that is closed.
+    with closing(_ahead(read, pieces)) as pieces_read:
+        for lines in pieces_read:
+            for part in parts:
+                writer.progress(sum(_copy_lines(lines, part, low, writer)))
+
+
+def _copy_lines(lines: _Lines, part: _Part, low: int, writer: _Writer) -> Iterator[int]:
+    """Write a part's rows among lines of which the first is row `low` of a stack; the bytes of each stack."""
+    row, rows = lines.rows.start, len(lines.rows)
+    for at, stack in enumerate(lines.stacks):
+        chosen = slice(at * lines.count + part.start - low, (at + 1) * lines.count, part.step)
+        if lines.values is not None:
+            yield writer.write(part, stack, row, _in_order(part, lines.values[chosen][:rows]))
+        elif lines.groups is not None:
+            yield writer.write_kept(part, stack, row, lines.groups.matrix(part, chosen, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Rows of a source.
+
+    Args:
+        stacks: that they belong to.
+        rows: of each stack, as the exported tensor counts them.
+        count: lines of the source for each stack.
+        values: float32 [lines, inputs], or None.
+        groups: the lines in a `LOSSLESS` form, or None.
+    """
+
+    stacks: range
+    rows: range
+    count: int
+    values: F32 | None
+    groups: _Groups | None
+
+
+def _ahead(read: Callable[[_Piece], _Lines], pieces: Iterator[_Piece]) -> Generator[_Lines, None, None]:
+    """Read each piece while the one before is being encoded and written."""
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:
+        coming: Future[_Lines] | None = None
+        for piece in pieces:
+            following = reader.submit(read, piece)
+            if coming is not None:
+                yield coming.result()
+            coming = following
+        if coming is not None:
+            yield coming.result()
 
 
 class _Groups:
@@ -173,9 +221,8 @@ class _Writer:
 
     def _check(self, part: _Part, stack: int, row: int, values: F32) -> None:
         """See that these can be weights."""
-        largest = max(float(values.max(initial=0.0)), -float(values.min(initial=0.0)))
         limit = LARGEST if part.entry.encoding in _FP16_SCALES else _LARGEST
-        if largest <= limit:
+        if largest_magnitude(values) <= limit:
             return
         at, column = (int(index[0]) for index in np.nonzero(~(np.abs(values) <= limit)))
         name, found = part.plan.source, float(values[at, column])

@@ -223,8 +223,7 @@ class _Task:
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: give a directory to write the shards to")
         self._earlier(out)
-        if any(item.entry.encoding.block_bytes for work in self.work for item in work.placed):
-            prepare()
+        prepare()
         work = out / _WORK
         work.mkdir(parents=True, exist_ok=True)
         try:

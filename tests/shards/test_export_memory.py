@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_MIB = 200
+LIMIT_MIB = 64
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="files with holes need a flag there")
@@ -29,8 +29,8 @@ def test_the_peak_is_far_below_one_stack(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"([\d.]+) MB exported: peak (\d+) MiB", done.stdout)
+    found = re.search(r"([\d.]+) MB exported: (\d+) MiB taken", done.stdout)
     assert found is not None, done.stdout
-    # Gate and up of two experts alone are 302 MB in one tensor of the checkpoint.
+    # Gate and up of two experts alone are 151 MB in one tensor of the checkpoint, and twice that in float32.
     assert float(found[1]) > 250
-    assert 20 < int(found[2]) <= LIMIT_MIB
+    assert int(found[2]) <= LIMIT_MIB
