@@ -189,8 +189,8 @@ def _unexported(source: Path) -> _Subject:
 
 
 def _exported_forms(directory: Path, manifest: Manifest) -> dict[str, Encoding]:
-    """How an export stores its parts: as the shards here say, or else as was asked for."""
-    asked = {part: manifest.encodings.of(role) for part, role in _ROLES.items()}
+    """How an export stores its parts: as the shards here say, or else as most of each is."""
+    asked = {part: manifest.stored.of(role) for part, role in _ROLES.items()}
     for shard in held_shards(directory):
         asked |= stored_forms(ShardReader(directory, shard))
     return asked

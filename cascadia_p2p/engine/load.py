@@ -102,7 +102,8 @@ def load_stage(
     threads = compiling.set_threads(threads or os.cpu_count() or 1)
     compiling.warm_up(_told("kernels", progress))
     backend = new_backend(device, precision, promise.rows, threads)
-    plan = StagePlan(reader.layers, promise, rewind, Encoding(cache))
+    attenuation = {layer: reader.attenuation(layer) for layer in reader.layers}
+    plan = StagePlan(reader.layers, promise, rewind, Encoding(cache), attenuation=attenuation)
     model = build(plan, reader, backend, _told("weights", progress))
     return Stage(model, promise, rewind, reader.index)
 
@@ -115,7 +116,9 @@ def new_backend(device: str, precision: str, rows: int, threads: int) -> MatrixB
     """
     if backend_of(device) is Backend.KERNELS:
         return KernelBackend(precision, rows, threads)
-    return OpenVINOBackend(device, threads, rows)
+    # What leaves the range of a device's numbers is computed again from the same stored matrices.
+    fallback = None if instructions() is None else KernelBackend("exact", rows, threads)
+    return OpenVINOBackend(device, threads, rows, fallback=fallback)
 
 
 def backend_of(device: str) -> Backend:

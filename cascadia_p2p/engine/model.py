@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ class StagePlan:
         cache: form of keys and values, float32 or bfloat16.
         call_bytes: weights that one call of compiled layers takes, about. Small layers are too short to
             return to Python behind each.
+        attenuation: layers whose inner width a device of small range keeps times 2 to the minus this.
     """
 
     layers: range
@@ -39,6 +40,7 @@ class StagePlan:
     rewind: int
     cache: Encoding = Encoding.F32
     call_bytes: int = 64 * 2**20
+    attenuation: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def storage(self) -> Storage:

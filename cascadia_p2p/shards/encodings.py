@@ -29,10 +29,10 @@ MATRICES: Final[tuple[Choice, ...]] = (
     Encoding.F32,
     Kept.KEEP,
 )
-"""What matrices can be stored as."""
+"""What matrices can be asked to be stored as."""
 
 EMBEDDING: Final[tuple[Choice, ...]] = (Encoding.BF16, Encoding.F32, Kept.KEEP)
-"""What the embedding can be stored as."""
+"""The same for the embedding."""
 
 LOSSLESS: Final = {
     "Q4_0": Encoding.INT4,
@@ -67,7 +67,8 @@ class Encodings(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if any(choice not in MATRICES for choice in (self.experts, self.projections, self.head)):
+        storable = (*MATRICES, *LOSSLESS.values())
+        if any(choice not in storable for choice in (self.experts, self.projections, self.head)):
             raise ValueError(f"matrices are stored as one of {', '.join(MATRICES)}")
         if self.embedding not in EMBEDDING:
             raise ValueError(f"the embedding is stored as one of {', '.join(EMBEDDING)}")
@@ -91,6 +92,11 @@ class Encodings(BaseModel):
         if kind not in _PLAIN and bits > _FEW_BITS:
             return Encoding.INT8_GROUPED
         return DEFAULT.of(role)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to the checkpoint."""
+        return all(isinstance(self._choice(role), Encoding) for role in TensorRole)
 
     def _choice(self, role: TensorRole) -> Choice:
         match role:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +14,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cascadia_p2p.errors import CapacityError, CascadiaError, CheckpointError, UsageError
+from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.matrices.quantise import prepare
 from cascadia_p2p.models.family import SourceModel
-from cascadia_p2p.models.layout import TensorPlan, names_in_words
+from cascadia_p2p.models.layout import TensorPlan, TensorRole, names_in_words
 from cascadia_p2p.shards.attenuation import RangeEstimate, check_layers
 from cascadia_p2p.shards.copying import copy
-from cascadia_p2p.shards.encodings import Asked, Encodings
+from cascadia_p2p.shards.encodings import AS_IN_FILE, Asked, Encodings
 from cascadia_p2p.shards.files import PART, WholeFile, write_whole
 from cascadia_p2p.shards.fingerprint import fingerprint
 from cascadia_p2p.shards.journal import Journal
@@ -346,6 +349,7 @@ class _Task:
             config=self.model.config.to_json(),
             split=list(self.split),
             encodings=self.encodings,
+            stored=_most_stored(self.source, self.model, self.encodings),
             tokenizer=list(self.tokenizer),
             files=dict(files),
             fingerprint=self.fingerprint,
@@ -358,6 +362,27 @@ def _decide_encodings(source: Source, asked: Encodings | Asked | None) -> Encodi
     if isinstance(asked, Encodings):
         return asked
     return source.encodings.model_copy(update=dict(asked or {}))
+
+
+def _most_stored(source: Source, model: SourceModel, encodings: Encodings) -> Encodings:
+    """What most numbers of each part are stored as, the same wherever a part of the model is exported."""
+    parts = {
+        "experts": (TensorRole.EXPERTS, TensorRole.DENSE),
+        "projections": (TensorRole.PROJECTIONS,),
+        "head": (TensorRole.HEAD,),
+        "embedding": (TensorRole.EMBEDDING,),
+    }
+    found = {part: encodings.of(roles[0]) for part, roles in parts.items()}
+    # Of other checkpoints some files may be elsewhere; they hold nothing that could be kept.
+    if source.encodings == AS_IN_FILE:
+        for part, roles in parts.items():
+            numbers: Counter[Encoding] = Counter()
+            for plan in model.layout.tensors():
+                if plan.role in roles:
+                    form = source.form(plan.source)
+                    numbers[encodings.of(plan.role, form.kind, form.bits)] += math.prod(plan.shape)
+            found[part] = max(numbers, key=lambda encoding: numbers[encoding])
+    return Encodings.model_validate(found)
 
 
 def _decide_split(model: SourceModel, shards: int | None, split: Sequence[int] | None) -> tuple[int, ...]:

@@ -63,7 +63,8 @@ class Manifest(BaseModel):
         family: model family.
         config: the model's config, every value explicit.
         split: layers of each shard.
-        encodings: stored forms as they were asked for; each tensor's own is in its shard's table.
+        encodings: stored forms as they were asked for.
+        stored: what most of each part is stored as; each tensor's own form is in its shard's table.
         tokenizer: files of the tokenizer, present in every shard's directory.
         files: by `shard-NN/NAME`.
         fingerprint: the same for all exports of one model with one split and the same encodings and
@@ -82,6 +83,7 @@ class Manifest(BaseModel):
     config: dict[str, object]
     split: Annotated[list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1, max_length=4096)]
     encodings: Encodings
+    stored: Encodings
     tokenizer: Annotated[list[TokenizerFile], Field(max_length=4)]
     files: dict[str, FileEntry]
     fingerprint: Sha256
@@ -92,6 +94,8 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        if not self.stored.settled:
+            raise ValueError("it does not say what is stored")
         layers = self.model_config_of().layers
         if sum(self.split) != layers:
             raise ValueError(f"the split adds up to {sum(self.split)} layers, the config has {layers}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import threading
@@ -18,6 +19,7 @@ from fixtures.reference import load_case
 
 from cascadia_p2p import __version__
 from cascadia_p2p.client import Client
+from cascadia_p2p.engine.openvino.device import available_devices
 from cascadia_p2p.local import free_ports
 
 pytestmark = pytest.mark.timeout(60)
@@ -297,3 +299,12 @@ def test_rpc_05_a_ring_of_another_protocol_ends_with_5_and_both_versions(
     assert f"runs cascadia-p2p {__version__} (protocol 1)" in said
     assert f"the node at {ring_of_tomorrow} runs cascadia-p2p 99.1 (protocol 99)" in said
     assert "install the same release on both" in said
+
+
+def test_a_gpu_that_is_not_there_is_refused_at_once_with_what_it_lacks(run: Run, tmp_path: Path) -> None:
+    if any(name.startswith("GPU") for name in available_devices()):
+        pytest.skip("this machine has a GPU")
+    done = run("join", "--device", "gpu", "--state-dir", tmp_path)
+    assert done.code == 2
+    assert re.search(r"--device GPU: OpenVINO \S+ sees CPU, not GPU; .+: .+", sentence(done))
+    assert not list(tmp_path.iterdir()), "nothing was begun"

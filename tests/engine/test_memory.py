@@ -178,6 +178,7 @@ ROOMY = Recipe(
 )
 ROOMY_PROMISE = Promise(slots=128, context=8192, rows=16)
 GROWTH = """
+import sys
 import psutil
 from cascadia_p2p.compiled import compiling
 from engine_world import Ring, sample_weights
@@ -185,27 +186,30 @@ from test_memory import ROOMY, ROOMY_PROMISE
 sample_weights(ROOMY)
 compiling.warm_up()
 before = psutil.Process().memory_info().rss
-ring = Ring(ROOMY, (6,), ROOMY_PROMISE, precision="openvino")
+ring = Ring(ROOMY, (6,), ROOMY_PROMISE, precision=sys.argv[1])
 assert ring.stages[0].held(0) == 0
 print(psutil.Process().memory_info().rss - before)
 """
 
 
-def test_a_loaded_stage_takes_about_what_was_predicted() -> None:
+@pytest.mark.parametrize(
+    ("precision", "backend"), [("exact", Backend.KERNELS), ("openvino", Backend.OPENVINO_CPU)]
+)
+def test_a_loaded_stage_takes_about_what_was_predicted(precision: str, backend: Backend) -> None:
     """Caches that stand out, in a process that no other test has used; weights are there before."""
     sizes = inkling_sizes(ROOMY.config())
-    predicted = stage_memory(sizes, range(6), ROOMY_PROMISE, 16, Footprint(Backend.KERNELS))
+    predicted = stage_memory(sizes, range(6), ROOMY_PROMISE, 16, Footprint(backend))
     here = Path(__file__).parent
     paths = os.pathsep.join(map(str, (here, here.parent, here.parent.parent)))
     said = subprocess.run(
-        [sys.executable, "-c", GROWTH],
+        [sys.executable, "-c", GROWTH, precision],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         check=True,
     )
     taken = int(said.stdout)
     wanted = predicted.total - predicted.reserve - predicted.mapped
-    assert 0.6 * wanted < taken < 1.15 * wanted, (taken / 2**20, wanted / 2**20)
+    assert 0.6 * wanted < taken < 1.25 * wanted, (taken / 2**20, wanted / 2**20)
 
 
 def test_available_memory_is_what_the_system_says() -> None:

@@ -174,6 +174,9 @@ def test_rows_that_overflow_are_computed_again_and_counted(emulated: list[Fp16De
     call(x[:1], ids[:1], weights[:1], gammas[:1])
     assert backend.recomputed == 2
     assert backend.recomputed_by_layer == {"layers.8.experts": 2}
+    x[0, 5] = np.nan
+    assert np.isnan(call(x, ids, weights, gammas)[0]).all()
+    assert backend.recomputed == 2, "a row that failed in an earlier layer is not computed again"
 
 
 def test_a_layer_that_is_wrong_on_the_device_is_not_hidden_by_the_fallback(

@@ -149,6 +149,7 @@ def test_forms_are_as_asked_for(tmp_path: Path) -> None:
     assert found["head.weight"].encoding is found["embed.weight"].encoding is Encoding.F32
     grouped = export(source, tmp_path / "g32", shards=1, encodings=Asked(experts=Encoding.INT8_GROUPED))
     assert stored(tmp_path / "g32")["layers.2.shared.up"].encoding is Encoding.INT8_GROUPED
+    assert manifest.stored == manifest.encodings
     assert len({manifest.fingerprint, grouped.fingerprint}) == 2
     with pytest.raises(UsageError, match="holds the export of something else"):
         export(source, tmp_path / "out", shards=1)
@@ -176,6 +177,9 @@ def test_quantised_files_keep_their_numbers(
     manifest = export(source, tmp_path / "out", shards=1)
     assert manifest.encodings == Encodings.model_validate(
         dict.fromkeys(("experts", "projections", "head", "embedding"), Kept.KEEP)
+    )
+    assert manifest.stored == Encodings(
+        experts=encoding, projections=encoding, head=encoding, embedding=Encoding.F32
     )
     found = stored(tmp_path / "out")
     for name, values in dense_tensors(WIDE).items():

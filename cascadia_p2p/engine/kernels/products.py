@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.compiled.addresses import call, floats
 from cascadia_p2p.compiled.compiling import address, part
+from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int4_affine, dot_int8, dot_int8_grouped
 from cascadia_p2p.engine.kernels.exact_dots import (
     MOST_ROWS,
@@ -27,7 +28,8 @@ from cascadia_p2p.engine.kernels.exact_dots import (
 from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.kernels.panels import put_codes, put_floats
 from cascadia_p2p.engine.kernels.team import claim, done, wait
-from cascadia_p2p.matrices.encoding import INPUTS, OUTPUTS, Encoding, StoredMatrix
+from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.matrices.encoding import ALIGNMENT, INPUTS, OUTPUTS, Encoding, StoredMatrix, block_counts
 
 EXACT: Final = 0
 """Planes of float32 activations."""
@@ -90,8 +92,24 @@ PANELS_TYPE: Final = numba.from_dtype(ACTIVATIONS)[::1]
 
 
 def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
-    """Fill a `MATRIX` record; the matrix has to be kept alive for as long as the record is used."""
+    """Fill a `MATRIX` record; the matrix has to be kept alive for as long as the record is used.
+
+    Raises:
+        CascadiaError: the kernels have no code for the encoding, or the numbers are not as they read them.
+    """
     block = matrix.encoding.block_bytes
+    if matrix.encoding not in _KINDS:
+        raise CascadiaError(f"kernels do not multiply {matrix.encoding} matrices: export the model again")
+    whole = matrix.codes.flags.c_contiguous and (block is None or matrix.codes.dtype == np.uint8)
+    if not whole or (block is not None and matrix.codes.ctypes.data % ALIGNMENT):
+        raise CascadiaError(
+            f"a matrix {list(matrix.shape)} of {matrix.encoding} does not lie in one piece at a multiple of "
+            f"{ALIGNMENT} bytes, as the kernels read it"
+        )
+    expect("codes", matrix.codes, _codes_shape(matrix))
+    if matrix.encoding is Encoding.INT8:
+        outputs = -(-matrix.outputs // OUTPUTS) * OUTPUTS
+        expect("scales", np.asarray(matrix.scales), (*matrix.shape[:-2], outputs))
     blocks = -(-matrix.inputs // INPUTS)
     record["codes"] = matrix.codes.ctypes.data
     record["scales"] = 0 if matrix.scales is None else matrix.scales.ctypes.data
@@ -103,6 +121,11 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     record["blocks"], record["high"] = blocks, -(-matrix.outputs // OUTPUTS)
     record["block_row"] = OUTPUTS * 4 * matrix.inputs if block is None else blocks * block
     record["target"] = target
+
+
+def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:
+    block = matrix.encoding.block_bytes
+    return matrix.shape if block is None else (*matrix.shape[:-2], *block_counts(matrix.shape), block)
 
 
 def most_rows(planes: int) -> int:

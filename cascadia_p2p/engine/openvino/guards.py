@@ -229,13 +229,15 @@ class _Again:
         self._call: Callable[..., Any] | None = None
 
     def __call__(self, outside: Mask, outs: tuple[F32, ...], *arguments: Rows) -> None:
-        if self._make is None:
-            for out in outs:
-                out[outside] = np.nan
+        for out in outs:
+            out[outside] = np.nan
+        # Rows that came without numbers failed in an earlier layer: nothing makes them right again.
+        chosen = outside & np.isfinite(arguments[0]).all(axis=1)
+        if self._make is None or not chosen.any():
             return
         if self._call is None:
             self._call = self._make()
-        again = self._call(*(np.ascontiguousarray(argument[outside]) for argument in arguments))
+        again = self._call(*(np.ascontiguousarray(argument[chosen]) for argument in arguments))
         for out, results in zip(outs, again if isinstance(again, tuple) else (again,), strict=True):
-            out[outside] = results
-        self._recomputed.add(self._name, int(outside.sum()))
+            out[chosen] = results
+        self._recomputed.add(self._name, int(chosen.sum()))

@@ -177,7 +177,7 @@ class _Builder:
             self._attention(number),
             self.backend.projections([self._output(number)], f"{at}o"),
             self._after_attention(number),
-            self._sparse(at) if c.sparse[number] else self._dense(at),
+            self._sparse(number) if c.sparse[number] else self._dense(number),
             self._after_mlp(number),
             self.workspace,
         )
@@ -251,14 +251,18 @@ class _Builder:
         weight = self.small(f"layers.{number}.{name}", c.hidden, c.conv_kernel)
         return ResidualConvolution(weight, plan.promise.slots, plan.rewind, norm, c.eps, number)
 
-    def _dense(self, at: str) -> Mlp:
+    def _dense(self, number: int) -> Mlp:
+        at, attenuation = f"layers.{number}.", self.plan.attenuation.get(number, 0)
         weights = self._gated(at, (), self.config.dense_width)
         scale = self._scale(at)
-        return DenseMlp(self.backend.gated_mlp(weights, scale, f"{at}mlp"), self.workspace.clock)
+        return DenseMlp(self.backend.gated_mlp(weights, scale, f"{at}mlp", attenuation), self.workspace.clock)
 
-    def _sparse(self, at: str) -> Mlp:
+    def _sparse(self, number: int) -> Mlp:
+        at, attenuation = f"layers.{number}.", self.plan.attenuation.get(number, 0)
         chosen = self.config.experts_per_token
-        experts = self.backend.experts(self._routed(at), self._shared(at), chosen, f"{at}experts")
+        experts = self.backend.experts(
+            self._routed(at), self._shared(at), chosen, f"{at}experts", attenuation
+        )
         return SparseMlp(self._router(at), experts, self.workspace.clock)
 
     def _scale(self, at: str) -> float:

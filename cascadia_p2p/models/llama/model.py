@@ -161,7 +161,7 @@ class _Builder:
             self._attention(number, at),
             self.backend.projections([self._output(number)], f"{at}o"),
             after_attention,
-            self.backend.gated_mlp(self._mlp(number), 1.0, f"{at}mlp"),
+            self.backend.gated_mlp(self._mlp(number), 1.0, f"{at}mlp", self.plan.attenuation.get(number, 0)),
             after_mlp,
             self.workspace,
         )
