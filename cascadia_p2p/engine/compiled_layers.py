@@ -17,6 +17,7 @@ from cascadia_p2p.engine.kernels.attention_items import (
     most_items,
     work_numbers,
 )
+from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.frame import FRAME, Record
 from cascadia_p2p.engine.kernels.mixture import MIXTURE
 from cascadia_p2p.engine.kernels.program import (
@@ -43,6 +44,7 @@ from cascadia_p2p.engine.kernels.workspace import (
 )
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights
 from cascadia_p2p.engine.timing import WorkClock, WorkPart
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.matrices.encoding import StoredMatrix
 
 Step: TypeAlias = Callable[..., None]
@@ -162,7 +164,18 @@ class CompiledLayers:
             rows: the frame's.
             x: float32 [rows, hidden], the residual; C-contiguous.
             failed: int32 [rows].
+
+        Raises:
+            CascadiaError: more rows than there is room for, or arrays that do not belong together.
         """
+        count = min(len(x), self._rows)
+        expect("x", x, (count, self._hidden))
+        for name, array in (("failed", failed), ("slots", rows.slots), ("positions", rows.positions)):
+            expect(name, array, (count,))
+        if x.dtype != np.float32 or not x.flags.c_contiguous or failed.dtype != np.int32:
+            raise CascadiaError(
+                f"rows as {x.dtype} and marks as {failed.dtype} do not lie as kernels read them"
+            )
         frame = self._frame
         frame["rows"] = len(x)
         frame["x"], frame["failed"] = x.ctypes.data, failed.ctypes.data
@@ -292,6 +305,7 @@ class _Tables:
 
     def _layer(self, place: int, part: LayerParts, steps: Steps) -> Record:
         """Fill the records at a place; the layer's own `PICKS`."""
+        _check(part, self._normed.shape[1])
         layer, address = self.layers[place], compiling.address
         inward = [self.matrices.add(m, self._targets[n]) for n, m in enumerate(part.inward)]
         layer["first_matrix"], layer["matrices"] = inward[0], len(inward)
@@ -341,6 +355,29 @@ class _Tables:
             record[name] = self._shared_picks[source]
         self._workspace.keep((record, router))
         return record.ctypes.data
+
+
+def _check(part: LayerParts, hidden: int) -> None:
+    """Refuse parts whose sizes do not fit together, before anything has their addresses."""
+    attention, router, always = part.attention[0], part.router, _count(part.always)
+    heads, kv_heads, dim, ranks = (int(attention[name]) for name in ("heads", "kv_heads", "dim", "ranks"))
+    outputs = (heads * dim, kv_heads * dim, kv_heads * dim, heads * ranks)
+    for name, matrix, width in zip("qkvr", part.inward, outputs, strict=False):
+        expect(name, matrix, (width, hidden))
+    expect("o", part.output, (hidden, heads * dim))
+    expect("down", part.always.down, (*part.always.down.shape[:-2], hidden, part.always.gate.outputs))
+    routed = 0 if part.routed is None else _count(part.routed)
+    if router is None:
+        if routed or always != 1:
+            raise CascadiaError(f"a layer of {routed} and {always} experts has no router")
+        return
+    weight, bias, _ = router.parts
+    expect("router", weight, (routed + always, hidden))
+    expect("bias", bias, (routed,))
+    if not (
+        weight.flags.c_contiguous and bias.flags.c_contiguous and weight.dtype == bias.dtype == np.float32
+    ):
+        raise CascadiaError("a router does not lie as float32 in one piece, as the kernels read it")
 
 
 _PARTS: Final = tuple(WorkPart(name) for name in PARTS)

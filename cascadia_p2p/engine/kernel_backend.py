@@ -29,7 +29,7 @@ from cascadia_p2p.engine.kernels.workspace import (
     wants_floats,
 )
 from cascadia_p2p.engine.matrix import F32, I32, Experts, GatedWeights, Projections, RowMap
-from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.errors import CapacityError, CascadiaError
 from cascadia_p2p.matrices.encoding import StoredMatrix
 
 PLANES: Final = {"exact": EXACT, "fast": 1, "fine": 2}
@@ -47,7 +47,8 @@ PLANES: Final = {"exact": EXACT, "fast": 1, "fine": 2}
         types.int64,
         types.int64,
         types.float32[:, ::1],
-    )
+    ),
+    usable=instructions() is not None,
 )
 def _project(
     counters: I64,
@@ -80,7 +81,8 @@ def _project(
         types.int64,
         types.int64,
         types.float32[:, ::1],
-    )
+    ),
+    usable=instructions() is not None,
 )
 def _mix(
     counters: I64,
@@ -150,6 +152,8 @@ class _Projections:
         scratch: F32,
         weights: Sequence[StoredMatrix],
     ) -> None:
+        for weight in weights:
+            expect("weight", weight, (weight.outputs, weights[0].inputs))
         self._workspace = Workspace(backend.planes)
         self._floats_too = wants_floats(*weights)
         self._panels = self._workspace.panels(rows, weights[0].inputs, self._floats_too)
@@ -226,6 +230,12 @@ class _Mixture:
         expect("ids", ids, (rows, self._chosen))
         expect("weights", weights, (rows, self._chosen))
         expect("shared", shared, (rows, self._shared))
+        # Kernels find an expert's weights by its number.
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._record[0]["routed"]:
+            raise CascadiaError(
+                f"ids {ids.min()} to {ids.max()} of {self._record[0]['routed']} experts: the router and the "
+                "experts do not fit together"
+            )
         held = (
             np.ascontiguousarray(x, np.float32),
             np.ascontiguousarray(ids, np.int32),

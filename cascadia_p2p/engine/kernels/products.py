@@ -100,16 +100,15 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     block = matrix.encoding.block_bytes
     if matrix.encoding not in _KINDS:
         raise CascadiaError(f"kernels do not multiply {matrix.encoding} matrices: export the model again")
-    whole = matrix.codes.flags.c_contiguous and (block is None or matrix.codes.dtype == np.uint8)
-    if not whole or (block is not None and matrix.codes.ctypes.data % ALIGNMENT):
-        raise CascadiaError(
-            f"a matrix {list(matrix.shape)} of {matrix.encoding} does not lie in one piece at a multiple of "
-            f"{ALIGNMENT} bytes, as the kernels read it"
-        )
+    if len(matrix.shape) < 2 or min(matrix.shape) < 1:
+        raise CascadiaError(f"{list(matrix.shape)} is not the shape of a matrix or of a stack of such")
+    _check_memory(matrix, matrix.codes, *((np.float32, 4) if block is None else (np.uint8, ALIGNMENT)))
     expect("codes", matrix.codes, _codes_shape(matrix))
     if matrix.encoding is Encoding.INT8:
         outputs = -(-matrix.outputs // OUTPUTS) * OUTPUTS
-        expect("scales", np.asarray(matrix.scales), (*matrix.shape[:-2], outputs))
+        scales = np.asarray(matrix.scales)
+        expect("scales", scales, (*matrix.shape[:-2], outputs))
+        _check_memory(matrix, scales, np.float32, 4)
     blocks = -(-matrix.inputs // INPUTS)
     record["codes"] = matrix.codes.ctypes.data
     record["scales"] = 0 if matrix.scales is None else matrix.scales.ctypes.data
@@ -121,6 +120,14 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     record["blocks"], record["high"] = blocks, -(-matrix.outputs // OUTPUTS)
     record["block_row"] = OUTPUTS * 4 * matrix.inputs if block is None else blocks * block
     record["target"] = target
+
+
+def _check_memory(matrix: StoredMatrix, array: npt.NDArray[Any], kind: type, alignment: int) -> None:
+    if array.dtype != kind or not array.flags.c_contiguous or array.ctypes.data % alignment:
+        raise CascadiaError(
+            f"a matrix {list(matrix.shape)} of {matrix.encoding} does not lie as {np.dtype(kind)} in one "
+            f"piece at a multiple of {alignment} bytes, as the kernels read it"
+        )
 
 
 def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ record names by their addresses (`frame`), and whether it has a router.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numba
 import numpy as np
@@ -19,6 +19,7 @@ from cascadia_p2p.compiled.compiling import part, twin_kernels
 from cascadia_p2p.compiled.simd import F32
 from cascadia_p2p.engine.kernels.attention_items import ITEM, merge_item, plan_items
 from cascadia_p2p.engine.kernels.frame import FRAME, attention_at
+from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.kernels.mixture import MIXTURES_TYPE, PHASES, PICKS_TYPE, mix
 from cascadia_p2p.engine.kernels.products import (
     MATRICES_TYPE,
@@ -94,8 +95,11 @@ PARTS: Final = ("projections", "attention", "router", "experts", "dense", "glue"
 
 _PROJECTIONS, _ATTENTION, _ROUTER, _EXPERTS, _DENSE, _GLUE = range(6)
 
-LAYER_PHASES: Final = 16 + PHASES
-"""Phases of a layer, at most, the entry among them."""
+_HALF: Final = 9
+"""Phases of a layer up to its router."""
+
+LAYER_PHASES: Final = _HALF + 4 + PHASES
+"""Phases of a layer; in front of the first one there is one more."""
 
 _APPENDED: Final = 4
 """Heads that one chunk appends."""
@@ -257,93 +261,80 @@ def _route(counters: int, phase: int, address: int, frame: Any) -> None:
     wait(counters, phase + 1, rows)
 
 
+class _Tables(NamedTuple):
+    """What `run_layers` gets of the stage."""
+
+    frames: Table
+    layers: Table
+    mixtures: Table
+    matrices: Table
+    picks: Table
+    panels: Table
+
+
+class _Worker(NamedTuple):
+    """A thread of the team, and what it works in: see `run_layers`."""
+
+    counters: int
+    planes: int
+    threads: int
+    thread: int
+    scratch: int
+    work: F32
+    ticks: I64
+
+
 @part
-def _work(
-    counters: int,
-    frames: Table,
-    layers: Table,
-    mixtures: Table,
-    matrices: Table,
-    picks: Table,
-    panels: Table,
-    first: int,
-    last: int,
-    planes: int,
-    threads: int,
-    thread: int,
-    scratch: int,
-    work: F32,
-    ticks: I64,
-    start: int,
-) -> None:
+def _attention_half(t: _Tables, w: _Worker, index: int, phase: int, at: int) -> int:
+    """Projections, attention and its sum: nine phases from `phase` on; the time now."""
+    layer, frame, now, rows = t.layers[index], t.frames[0], t.frames.ctypes.data, t.frames[0].rows
+    normed, attended = t.panels[HIDDEN], t.panels[ATTENDED]
+    first, count = layer.first_matrix, layer.matrices
+    c, planes, threads = w.counters, w.planes, w.threads
+    project(c, phase, t.matrices, first, count, normed, rows, planes, threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _PROJECTIONS, at)
+    _append(c, phase + 1, layer, frame, now)
+    _plan(c, phase + 2, layer, frame, now)
+    _attend(c, phase + 3, layer, frame, now, w.work)
+    at = _tick(w.ticks, w.thread, _ATTENTION, at)
+    a = attention_at(layer.attention)
+    fill_panels(c, phase + 5, a.out, a.heads * a.dim, attended, rows, planes, layer.out_floats != 0)
+    at = _tick(w.ticks, w.thread, _GLUE, at)
+    project(c, phase + 6, t.matrices, layer.output, 1, attended, rows, planes, threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _PROJECTIONS, at)
+    _sum(c, phase + 7, layer, layer.after_attention, frame, now, normed, planes, 0, False)
+    return _tick(w.ticks, w.thread, _GLUE, at)
+
+
+@part
+def _mixture_half(t: _Tables, w: _Worker, index: int, last: int, phase: int, at: int) -> int:
+    """Router, mixture and its sum, which fills the next layer's panels: four phases and those of `mix`."""
+    layer, frame, now = t.layers[index], t.frames[0], t.frames.ctypes.data
+    c, planes = w.counters, w.planes
+    if layer.router != 0:
+        _route(c, phase, layer.router, frame)
+        at = _tick(w.ticks, w.thread, _ROUTER, at)
+    mixture, picks = t.mixtures[layer.mixture], t.picks[layer.picks]
+    outer, inner = t.panels[OUTER], t.panels[INNER]
+    mix(c, phase + 2, mixture, t.matrices, picks, outer, inner, frame.rows, planes, w.threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _EXPERTS if layer.router != 0 else _DENSE, at)
+    more = index + 1 < last
+    floats_too = t.layers[index + 1].in_floats if more else 0
+    phase += 2 + PHASES
+    _sum(c, phase, layer, layer.after_mlp, frame, now, t.panels[HIDDEN], planes, floats_too, more)
+    return _tick(w.ticks, w.thread, _GLUE, at)
+
+
+@part
+def _work(t: _Tables, w: _Worker, first: int, last: int, start: int) -> None:
     """What every thread of the team does."""
-    frame, now = frames[0], frames.ctypes.data
-    rows, at = frame.rows, start
-    fill_panels(
-        counters, 0, frame.normed, frame.hidden, panels[HIDDEN], rows, planes, layers[first].in_floats != 0
-    )
-    at = _tick(ticks, thread, _GLUE, at)
+    frame, floats_too = t.frames[0], t.layers[first].in_floats != 0
+    fill_panels(w.counters, 0, frame.normed, frame.hidden, t.panels[HIDDEN], frame.rows, w.planes, floats_too)
+    at = _tick(w.ticks, w.thread, _GLUE, start)
     for index in range(first, last):
-        layer, phase = layers[index], (index - first) * LAYER_PHASES
-        project(
-            counters,
-            phase + 1,
-            matrices,
-            layer.first_matrix,
-            layer.matrices,
-            panels[HIDDEN],
-            rows,
-            planes,
-            threads,
-            scratch,
-        )
-        at = _tick(ticks, thread, _PROJECTIONS, at)
-        _append(counters, phase + 2, layer, frame, now)
-        _plan(counters, phase + 3, layer, frame, now)
-        _attend(counters, phase + 4, layer, frame, now, work)
-        at = _tick(ticks, thread, _ATTENTION, at)
-        a = attention_at(layer.attention)
-        width = a.heads * a.dim
-        fill_panels(counters, phase + 6, a.out, width, panels[ATTENDED], rows, planes, layer.out_floats != 0)
-        at = _tick(ticks, thread, _GLUE, at)
-        project(
-            counters, phase + 7, matrices, layer.output, 1, panels[ATTENDED], rows, planes, threads, scratch
-        )
-        at = _tick(ticks, thread, _PROJECTIONS, at)
-        _sum(counters, phase + 8, layer, layer.after_attention, frame, now, panels[HIDDEN], planes, 0, False)
-        at = _tick(ticks, thread, _GLUE, at)
-        if layer.router != 0:
-            _route(counters, phase + 10, layer.router, frame)
-            at = _tick(ticks, thread, _ROUTER, at)
-        mix(
-            counters,
-            phase + 12,
-            mixtures[layer.mixture],
-            matrices,
-            picks[layer.picks],
-            panels[OUTER],
-            panels[INNER],
-            rows,
-            planes,
-            threads,
-            scratch,
-        )
-        at = _tick(ticks, thread, _EXPERTS if layer.router != 0 else _DENSE, at)
-        following = index + 1 < last
-        in_floats = layers[index + 1].in_floats if following else 0
-        _sum(
-            counters,
-            phase + 12 + PHASES,
-            layer,
-            layer.after_mlp,
-            frame,
-            now,
-            panels[HIDDEN],
-            planes,
-            in_floats,
-            following,
-        )
-        at = _tick(ticks, thread, _GLUE, at)
+        phase = (index - first) * LAYER_PHASES + 1
+        at = _attention_half(t, w, index, phase, at)
+        at = _mixture_half(t, w, index, last, phase + _HALF, at)
 
 
 @twin_kernels(
@@ -362,7 +353,8 @@ def _work(
         types.float32[:, ::1],
         types.float32[:, ::1],
         types.int64[::1],
-    )
+    ),
+    usable=instructions() is not None,
 )
 def run_layers(
     counters: I64,
@@ -401,21 +393,7 @@ def run_layers(
     counters[:] = 0
     start = cycles()
     for thread in prange(threads):
-        _work(
-            counters.ctypes.data,
-            frames,
-            layers,
-            mixtures,
-            matrices,
-            picks,
-            panels,
-            first,
-            last,
-            planes,
-            threads,
-            thread,
-            scratch.ctypes.data + 4 * thread * scratch.shape[1],
-            work[thread],
-            ticks,
-            start,
-        )
+        own = scratch.ctypes.data + 4 * thread * scratch.shape[1]
+        worker = _Worker(counters.ctypes.data, planes, threads, thread, own, work[thread], ticks)
+        tables = _Tables(frames, layers, mixtures, matrices, picks, panels)
+        _work(tables, worker, first, last, start)
