@@ -154,9 +154,13 @@ _threads = 1
 _one_thread: Final = threading.Lock()
 
 
+# Nobody calls a part from Python.
+_PART: Final = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def part(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that only kernels call; it becomes part of each of them."""
-    return cast("Callable[P, R]", numba.njit(nogil=True, error_model="numpy")(function))
+    return cast("Callable[P, R]", numba.njit(**_PART)(function))
 
 
 Signature: TypeAlias = str | tuple[object, ...]

@@ -1,8 +1,8 @@
 """Products of one block row of coded weights with a panel of coded activations, as LLVM instructions.
 
 A block row is sixteen outputs over all inputs (`matrices.encoding`). A panel holds M rows of activations:
-codes int8 [groups of 32][M][32], scales float32 [groups][M], and minus the sums of codes, int32 [groups][M],
-which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no
+codes int8 [groups of 32][M][32], scales float32 [groups][M], and minus the sums of codes
+times 8, int32 [groups][M], which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no
 sum over lanes; activations are broadcast four bytes at a time.
 
 Sums of codes are exact integers, and the float32 sum of an output over groups goes in order of the groups:
@@ -134,7 +134,10 @@ class _Block:
         self.grouped = encoding is not Encoding.INT8
         self.size = encoding.block_bytes or 0
         self.first_code = _SCALES * (self.grouped + self.affine)
-        # One row keeps products of high nibbles, sixteen times too large, in a sum of their own: no shifts.
+        # With few rows an addition would wait for the one before: every other goes to a second sum. With many
+        # rows of 4 bits that only costs the addition of both; 8 bits have more additions a row.
+        self.two = rows == 1 or (e.lanes == _OUTPUTS and (rows < 4 or self.bits == 8))
+        # One row keeps products of high nibbles sixteen times too large in it: no shifts.
         self.apart = self.bits == 4 and rows == 1 and e.set is not Instructions.AVX2
 
     def prefetch(self, weights: Value, ahead: Value) -> None:
@@ -150,43 +153,48 @@ class _Block:
         """Add one group of 32 inputs to every row's float32 sums."""
         e, b, rows = self.e, self.e.b, self.rows
         initial = [self._initial(c, g, r) for r in range(rows)]
-        low = [[e.start(initial[r], self.bits)] * e.halves for r in range(rows)]
-        high = [[e.ints(0)] * e.halves for _ in range(rows)]
+        one = [[e.start(initial[r], self.bits)] * e.halves for r in range(rows)]
+        other = [[e.start(e.ints(0), self.bits)] * e.halves for _ in range(rows)] if self.two else one
         for step in range(4 if self.bits == 4 else 8):
             codes = self._codes(w, g, step)
             if self.bits == 8:
-                self._products(low, codes, q, g, 4 * step)
+                self._products(other if step % 2 else one, codes, q, g, 4 * step)
                 continue
             mask = e.ints(0x0F0F0F0F)
-            self._products(low, [b.and_(v, mask) for v in codes], q, g, 8 * step)
+            self._products(one, [b.and_(v, mask) for v in codes], q, g, 8 * step)
             if self.apart:
                 upper = [b.and_(v, e.ints(0xF0F0F0F0)) for v in codes]
             else:
                 upper = [b.and_(b.lshr(v, e.ints(4)), mask) for v in codes]
-            self._products(high if self.apart else low, upper, q, g, 8 * step + 4)
+            self._products(other, upper, q, g, 8 * step + 4)
         scales = self._halves(w, g * 2 * _OUTPUTS) if self.grouped else []
         offsets = self._halves(w, _SCALES + g * 2 * _OUTPUTS) if self.affine else []
+        # Of what is eightfold and negative in the panel.
+        eighth = e.constant(_FLOAT, e.lanes, -0.125)
+        offsets = [b.fmul(offset, eighth) for offset in offsets]
         for r in range(rows):
             own = e.spread(s, (g * rows + r) * 4, _FLOAT)
             for h in range(e.halves):
-                total = e.finish(low[r][h], initial[r], self.bits)
-                if self.apart:
-                    total = b.add(total, b.ashr(high[r][h], e.ints(4)))
+                total = one[r][h]
+                if self.two:
+                    more = b.ashr(other[r][h], e.ints(4)) if self.apart else other[r][h]
+                    total = b.add(total, more)
+                total = e.finish(total, initial[r], self.bits)
                 number = b.sitofp(total, _vector(_FLOAT, e.lanes))
                 factor = b.fmul(own, scales[h]) if self.grouped else own
                 at = r * e.halves + h
                 sums[at] = e.fma(number, factor, sums[at])
                 if self.affine:
                     minus = b.sitofp(e.spread(c, (g * rows + r) * 4, _INT), _vector(_FLOAT, e.lanes))
-                    sums[at] = e.fma(minus, b.fneg(b.fmul(own, offsets[h])), sums[at])
+                    sums[at] = e.fma(minus, b.fmul(own, offsets[h]), sums[at])
 
     def _initial(self, c: Value, g: int, r: int) -> Value:
         """What makes up for weights being stored too large by 8 or 128; offsets of their own need nothing."""
         e = self.e
         if self.affine:
             return e.ints(0)
-        shift = e.ints(3 if self.bits == 4 else 7)
-        return e.b.shl(e.spread(c, (g * self.rows + r) * 4, _INT), shift)
+        eightfold = e.spread(c, (g * self.rows + r) * 4, _INT)
+        return eightfold if self.bits == 4 else e.b.shl(eightfold, e.ints(4))
 
     def _codes(self, w: Value, g: int, step: int) -> list[Value]:
         e = self.e
@@ -279,7 +287,7 @@ def dot_int4(
         weights: address of the block row.
         codes: address of the panel's int8 [groups][rows][32].
         scales: address of its float32 [groups][rows].
-        offsets: address of its int32 [groups][rows], minus the sums of codes.
+        offsets: address of its int32 [groups][rows], minus the sums of codes times 8.
         out: address of float32 [rows][16].
         blocks: of inputs, one or more.
         ahead: how many bytes further on weights are asked for.

@@ -71,13 +71,13 @@ def _emit(b: Builder, planes: int, arguments: Sequence[Value]) -> None:
     scaled = [b.fmul(value, spread(b, factor, _LANES)) for value in values]
     rounded, total = _store_codes(b, scaled, codes, 0)
     b.store(scale, _place(b, scales, 0, _FLOAT), align=4)
-    b.store(b.neg(total), _place(b, offsets, 0, _INT), align=4)
+    b.store(b.mul(total, _INT(-8)), _place(b, offsets, 0, _INT), align=4)
     if planes == 1:
         return
     rests = [b.fmul(b.fsub(v, r), constant(_FLOATS, FINEST)) for v, r in zip(scaled, rounded, strict=True)]
     _, total = _store_codes(b, rests, codes, 32)
     b.store(b.fdiv(scale, _FLOAT(FINEST)), _place(b, scales, 4, _FLOAT), align=4)
-    b.store(b.neg(total), _place(b, offsets, 4, _INT), align=4)
+    b.store(b.mul(total, _INT(-8)), _place(b, offsets, 4, _INT), align=4)
 
 
 def _coder(planes: int) -> Callable[[int, int, int, int], None]:
@@ -115,7 +115,7 @@ def put_codes(
         inputs: how many; groups behind them, up to whole blocks, are zeros.
         codes: address of the panel's int8 [groups][rows * planes][32].
         scales: address of its float32 [groups][rows * planes].
-        offsets: address of its int32 [groups][rows * planes], minus the sums of the codes.
+        offsets: address of its int32 [groups][rows * planes], minus the sums of the codes times 8.
         rows: of the panel.
         row: the row's place.
         planes: 1 or 2.
