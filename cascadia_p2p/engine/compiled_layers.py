@@ -169,8 +169,11 @@ class CompiledLayers:
             failed: int32 [rows].
 
         Raises:
-            CascadiaError: more rows than there is room for, or arrays that do not belong together.
+            CascadiaError: no such layers, more rows than there is room for, or arrays that do not belong
+                together.
         """
+        if batch.step != 1 or not 0 <= batch.start < batch.stop <= len(self._parts):
+            raise CascadiaError(f"a stage of {len(self._parts)} layers has none at {batch}")
         count = min(len(x), self._rows)
         expect("x", x, (count, self._hidden))
         for name, array in (("failed", failed), ("slots", rows.slots), ("positions", rows.positions)):

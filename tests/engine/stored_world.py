@@ -51,6 +51,22 @@ def aligned(matrix: StoredMatrix) -> StoredMatrix:
     return replace(matrix, codes=codes)
 
 
+def extremes(encoding: Encoding) -> StoredMatrix:
+    """Codes at both ends of their range, in runs and in turns."""
+    low, high = RANGES.get(encoding, (-1, 1))
+    if encoding is Encoding.INT8:
+        low = -128
+    codes = np.full((32, 192), high, np.int8)
+    codes[1] = codes[17] = low
+    codes[2, ::2] = codes[3, 1::2] = codes[4, : 192 // 2] = low
+    codes[5::4, ::3] = low
+    if encoding is Encoding.F32:
+        return StoredMatrix.of(codes.astype(np.float32))
+    scales = np.full((32,) if encoding is Encoding.INT8 else (32, 6), 0.5, np.float32)
+    offsets = -3.5 * np.ones((32, 6), np.float32) if encoding is Encoding.INT4_AFFINE else None
+    return aligned(pack(encoding, (32, 192), codes, scales, offsets))
+
+
 def gated(encoding: Encoding, seed: int, width: int, inner: int, *stack: int) -> GatedWeights:
     return GatedWeights(
         stored(encoding, seed, *stack, inner, width),

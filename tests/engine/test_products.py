@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stored_world import F64, RANGES, aligned, drawn_ids, experts, gated, mlp, stored
+from stored_world import F64, aligned, drawn_ids, experts, extremes, gated, mlp, stored
 
 from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.kernels.products import MATRIX, describe
 from cascadia_p2p.engine.matrix import F32, I32, Experts, GatedWeights
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.matrices.encoding import GROUP, Encoding, StoredMatrix
-from cascadia_p2p.matrices.packing import dense, pack
+from cascadia_p2p.matrices.packing import dense
 
 ENCODINGS = [encoding for encoding in Encoding if encoding is not Encoding.BF16]
 CODED = [encoding for encoding in ENCODINGS if encoding is not Encoding.F32]
@@ -122,22 +122,6 @@ def test_the_size_of_activations_does_not_matter(encoding: Encoding, precision: 
     lost = 1e-30 * np.abs(wide(matrix)).sum(1)
     assert (error <= bound(matrix, x, precision) + lost).all()
     assert np.isfinite(got).all()
-
-
-def extremes(encoding: Encoding) -> StoredMatrix:
-    """Codes at both ends of their range, in runs and in turns."""
-    low, high = RANGES.get(encoding, (-1, 1))
-    if encoding is Encoding.INT8:
-        low = -128
-    codes = np.full((32, 192), high, np.int8)
-    codes[1] = codes[17] = low
-    codes[2, ::2] = codes[3, 1::2] = codes[4, : 192 // 2] = low
-    codes[5::4, ::3] = low
-    if encoding is Encoding.F32:
-        return StoredMatrix.of(codes.astype(np.float32))
-    scales = np.full((32,) if encoding is Encoding.INT8 else (32, 6), 0.5, np.float32)
-    offsets = -3.5 * np.ones((32, 6), np.float32) if encoding is Encoding.INT4_AFFINE else None
-    return aligned(pack(encoding, (32, 192), codes, scales, offsets))
 
 
 @every_encoding
