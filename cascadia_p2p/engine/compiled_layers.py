@@ -20,6 +20,7 @@ from cascadia_p2p.engine.kernels.attention_items import (
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.frame import FRAME, Record
 from cascadia_p2p.engine.kernels.mixture import MIXTURE
+from cascadia_p2p.engine.kernels.products import SCRATCH
 from cascadia_p2p.engine.kernels.program import (
     ATTENDED,
     HIDDEN,
@@ -29,12 +30,13 @@ from cascadia_p2p.engine.kernels.program import (
     OUTER,
     PARTS,
     ROUTER,
-    run_layers,
+    RUN,
+    work_layers,
 )
 from cascadia_p2p.engine.kernels.query_tiles import SEGMENT_BLOCKS
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
-from cascadia_p2p.engine.kernels.team import new_counters
+from cascadia_p2p.engine.kernels.team import new_counters, run_team
 from cascadia_p2p.engine.kernels.workspace import (
     MatrixTable,
     Workspace,
@@ -144,12 +146,13 @@ class CompiledLayers:
         self._tables = _Tables(self._workspace, parts, steps, normed)
         self._panels = self._new_panels()
         self._matrices = self._tables.matrices.records()
-        self._scratch = self._workspace.array(np.float32, self._threads, 4 * 8 * 16)
+        self._scratch = self._workspace.array(np.float32, self._threads, SCRATCH)
         self._ticks = np.zeros(len(PARTS), np.int64)
         batches = _batches(parts, call_bytes)
         self.batches = tuple(Batch(self, batch, parts[batch.start].number) for batch in batches)
         longest = max(len(batch) for batch in batches)
         self._counters = new_counters(longest * LAYER_PHASES + 1)
+        self._work_layers, self._run = compiling.address(work_layers), self._new_run()
 
     @property
     def workspace_bytes(self) -> int:
@@ -186,23 +189,30 @@ class CompiledLayers:
         frame["before"], frame["after"] = rows.before.ctypes.data, rows.after.ctypes.data
         self._ticks.fill(0)
         begin = time.perf_counter_ns()
-        run_layers(
-            self._counters,
-            frame,
-            self._tables.layers,
-            self._tables.mixtures,
-            self._matrices,
-            self._tables.picks,
-            self._panels,
-            batch.start,
-            batch.stop,
-            self._planes,
-            self._threads,
-            self._scratch,
-            self._work,
-            self._ticks,
-        )
+        self._run["first"], self._run["last"] = batch.start, batch.stop
+        self._counters.fill(0)
+        run_team(self._work_layers, self._run.ctypes.data, self._threads)
         self._clock.share(time.perf_counter_ns() - begin, _PARTS, self._ticks)
+
+    def _new_run(self) -> Record:
+        """`RUN` [1] for all calls."""
+        run = np.zeros(1, RUN)
+        for name, array in (
+            ("counters", self._counters),
+            ("frame", self._frame),
+            ("layers", self._tables.layers),
+            ("mixtures", self._tables.mixtures),
+            ("matrices", self._matrices),
+            ("picks", self._tables.picks),
+            ("panels", self._panels),
+            ("scratch", self._scratch),
+            ("work", self._work),
+            ("ticks", self._ticks),
+        ):
+            run[name] = array.ctypes.data
+        run["matrix_count"], run["work_numbers"] = len(self._matrices), self._work.shape[1]
+        run["planes"], run["threads"] = self._planes, self._threads
+        return run
 
     def _new_frame(self, normed: F32, angles: tuple[F32, F32] | None) -> Record:
         frame, workspace = np.zeros(1, FRAME), self._workspace

@@ -1,4 +1,4 @@
-"""The real SmolLM2 on rings of one, three and ten nodes, asked by a client over real sockets."""
+"""The real SmolLM2, weights as in its file, on rings of one, three and ten nodes, asked over real sockets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from cluster.fleet import fleet
-from fixtures.exports import exact_export as export
 from fixtures.smollm import load_prompts
 
 from cascadia_p2p.client import AsyncClient
+from cascadia_p2p.shards.export import export
 from cascadia_p2p.wire.client import GenerateReply
 
 NEW_TOKENS = 16
@@ -27,14 +27,14 @@ def test_twenty_prompts_get_the_references_answers(nodes: int, smollm: Path, tmp
     async def run() -> list[GenerateReply]:
         async with fleet(tmp_path) as ring:
             for shard in range(nodes):
-                await ring.start(tmp_path / "model", shard=shard, slots=8)
+                await ring.start(tmp_path / "model", shard=shard, slots=8, precision="exact")
             head = await ring.open(300.0)
             async with AsyncClient(head.client, timeout_s=600.0) as client:
                 asked = [client.generate(prompt.text, max_tokens=NEW_TOKENS) for prompt in prompts]
                 return list(await asyncio.gather(*asked))
 
     replies = asyncio.run(run())
-    # Half a gigabyte that pytest would keep.
+    # More than a hundred megabytes that pytest would keep.
     shutil.rmtree(tmp_path / "model")
     for prompt, reply in zip(prompts, replies, strict=True):
         assert reply.token_ids == prompt.transformers[:NEW_TOKENS], prompt.text

@@ -15,7 +15,7 @@ from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
-from cascadia_p2p.matrices.encoding import StoredMatrix
+from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
@@ -92,6 +92,7 @@ class Stages:
         config: of the whole model.
         split: layers of each stage.
         source: the weights.
+        cache: form of keys and values.
     """
 
     def __init__(
@@ -103,13 +104,14 @@ class Stages:
         threads: int = 1,
         rewind: int = 16,
         precision: str = "exact",
+        cache: Encoding = Encoding.F32,
     ) -> None:
         ends = np.cumsum(split).tolist()
         build = stage_builder(config)
         self.stages = [
             Stage(
                 build(
-                    StagePlan(range(end - count, end), promise, rewind, call_bytes=1),
+                    StagePlan(range(end - count, end), promise, rewind, cache, call_bytes=1),
                     source,
                     backend_for(precision, promise.rows, threads),
                     None,

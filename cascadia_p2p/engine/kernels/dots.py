@@ -2,8 +2,8 @@
 
 A block row is sixteen outputs over all inputs (`matrices.encoding`). A panel holds M rows of activations:
 codes int8 [groups of 32][M][32], scales float32 [groups][M], and minus the sums of codes
-times 8, int32 [groups][M], which make up for weights being stored without a sign. A 32-bit lane belongs to one output, so there is no
-sum over lanes; activations are broadcast four bytes at a time.
+times 8, int32 [groups][M], which make up for weights being stored without a sign. A 32-bit lane belongs to
+one output, so there is no sum over lanes; activations are broadcast four bytes at a time.
 
 Sums of codes are exact integers, and the float32 sum of an output over groups goes in order of the groups:
 a row's result depends neither on the instruction set nor on M.

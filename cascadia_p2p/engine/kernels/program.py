@@ -12,18 +12,28 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import prange, types
 
-from cascadia_p2p.compiled.addresses import I64, call, cycles, floats, integers, pointer, rows_of, table_of
-from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.addresses import (
+    I64,
+    call,
+    cycles,
+    floats,
+    integers,
+    longs,
+    pointer,
+    rows_of,
+    table_of,
+)
+from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import F32
 from cascadia_p2p.engine.kernels.attention_items import ITEM, merge_item, plan_items
-from cascadia_p2p.engine.kernels.frame import FRAME, attention_at
+from cascadia_p2p.engine.kernels.frame import FRAME, attention_at, record_of
 from cascadia_p2p.engine.kernels.instructions import instructions
-from cascadia_p2p.engine.kernels.mixture import MIXTURES_TYPE, PHASES, PICKS_TYPE, mix
+from cascadia_p2p.engine.kernels.mixture import MIXTURE, PHASES, PICKS, mix
 from cascadia_p2p.engine.kernels.products import (
-    MATRICES_TYPE,
-    PANELS_TYPE,
+    ACTIVATIONS,
+    MATRIX,
+    SCRATCH,
     fill_panels,
     fill_row,
     project,
@@ -31,60 +41,28 @@ from cascadia_p2p.engine.kernels.products import (
 from cascadia_p2p.engine.kernels.router import TILE, choose, logits_of_tile, weigh
 from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
 
-LAYER: Final = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in [
-                "first_matrix",
-                "matrices",
-                "in_floats",
-                "output",
-                "out_floats",
-                "attention",
-                "append",
-                "attend",
-                "remember_attention",
-                "after_attention",
-                "after_mlp",
-                "add",
-                "remember_sum",
-                "router",
-                "mixture",
-                "picks",
-            ]
-        )
-    ],
-    align=True,
+LAYER: Final = record_of(
+    "first_matrix matrices in_floats output out_floats attention append attend remember_attention "
+    "after_attention after_mlp add remember_sum router mixture picks"
 )
 """A layer: index and number of its inward projections, index of the output projection, and whether either
 takes float32 activations; addresses of its `ATTENTION` record and of the steps on it, of its two `SUM`
 records and of the steps on them (0 for one that the family does not have), of its `ROUTER` record or 0;
 indexes of mixture and picks."""
 
-ROUTER: Final = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in [
-                "weight",
-                "bias",
-                "logits",
-                "scores",
-                "ids",
-                "weights",
-                "shared",
-                "chosen",
-                "routed",
-                "always",
-            ]
-        ),
-        ("scale", np.float64),
-    ],
-    align=True,
-)
+ROUTER: Final = record_of("weight bias logits scores ids weights shared chosen routed always", "scale")
 """A router: addresses of its weight float32 [routed + always][hidden] and bias float32 [routed], of float32
 logits [rows][routed + always] and scores [rows][routed], and of what comes out, see `Router`."""
+
+RUN: Final = record_of(
+    "counters frame layers mixtures matrices matrix_count picks panels first last planes threads "
+    "scratch work work_numbers ticks"
+)
+"""One call of the program: addresses of the team's counters, `LAYER_PHASES` phases a layer and one more, at
+zero; of `FRAME` [1], `LAYER` [n], `MIXTURE` [n], `MATRIX` [matrix_count], `PICKS` [n] and `ACTIVATIONS`
+[4]; the layer to start with and the one to stop in front of; planes of codes of activations; threads; and
+addresses of float32 scratch [threads][SCRATCH] for products, work [threads][work_numbers] for attention,
+and int64 ticks [len(PARTS)], to which processor cycles are added."""
 
 HIDDEN, ATTENDED, OUTER, INNER = 0, 1, 2, 3
 """The sets of panels: of normed rows, of attention's results, and of what goes into gate and up, and into
@@ -105,8 +83,6 @@ _APPENDED: Final = 4
 """Heads that one chunk appends."""
 
 Table: TypeAlias = npt.NDArray[np.void]
-_FRAMES: Final = numba.from_dtype(FRAME)[::1]
-_LAYERS: Final = numba.from_dtype(LAYER)[::1]
 
 
 @part
@@ -262,7 +238,7 @@ def _route(counters: int, phase: int, address: int, frame: Any) -> None:
 
 
 class _Tables(NamedTuple):
-    """What `run_layers` gets of the stage."""
+    """What `RUN` names of the stage."""
 
     frames: Table
     layers: Table
@@ -273,7 +249,7 @@ class _Tables(NamedTuple):
 
 
 class _Worker(NamedTuple):
-    """A thread of the team, and what it works in: see `run_layers`."""
+    """A thread of the team, and what it works in: see `RUN`."""
 
     counters: int
     planes: int
@@ -337,63 +313,25 @@ def _work(t: _Tables, w: _Worker, first: int, last: int, start: int) -> None:
         at = _mixture_half(t, w, index, last, phase + _HALF, at)
 
 
-@twin_kernels(
-    (
-        types.int64[::1],
-        _FRAMES,
-        _LAYERS,
-        MIXTURES_TYPE,
-        MATRICES_TYPE,
-        PICKS_TYPE,
-        PANELS_TYPE,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.float32[:, ::1],
-        types.float32[:, ::1],
-        types.int64[::1],
-    ),
-    usable=instructions() is not None,
-)
-def run_layers(
-    counters: I64,
-    frames: Table,
-    layers: Table,
-    mixtures: Table,
-    matrices: Table,
-    picks: Table,
-    panels: Table,
-    first: int,
-    last: int,
-    planes: int,
-    threads: int,
-    scratch: F32,
-    work: F32,
-    ticks: I64,
-) -> None:
+@kernel("(int64, int64)", usable=instructions() is not None)
+def work_layers(own: int, thread: int) -> None:
     """Take a frame, whose rows are normalised for the first of the layers, through some layers.
 
     Args:
-        counters: int64, of the team, `LAYER_PHASES` phases a layer and one more.
-        frames: `FRAME` [1].
-        layers: `LAYER` [n].
-        mixtures: `MIXTURE` [n].
-        matrices: `MATRIX` [n].
-        picks: `PICKS` [n].
-        panels: `ACTIVATIONS` [4].
-        first: layer to start with.
-        last: layer to stop in front of.
-        planes: of codes of activations, or `EXACT`.
-        threads: of the team.
-        scratch: float32 [threads, 512], for products.
-        work: float32 [threads, n], for attention.
-        ticks: int64 [len(PARTS)], to which processor cycles are added.
+        own: address of a `RUN` record.
+        thread: of the team; see `team.run_team`.
     """
-    counters[:] = 0
-    start = cycles()
-    for thread in prange(threads):
-        own = scratch.ctypes.data + 4 * thread * scratch.shape[1]
-        worker = _Worker(counters.ctypes.data, planes, threads, thread, own, work[thread], ticks)
-        tables = _Tables(frames, layers, mixtures, matrices, picks, panels)
-        _work(tables, worker, first, last, start)
+    run = numba.carray(pointer(own), (1,), RUN)[0]
+    tables = _Tables(
+        numba.carray(pointer(run.frame), (1,), FRAME),
+        numba.carray(pointer(run.layers), (run.last,), LAYER),
+        numba.carray(pointer(run.mixtures), (run.last,), MIXTURE),
+        numba.carray(pointer(run.matrices), (run.matrix_count,), MATRIX),
+        numba.carray(pointer(run.picks), (run.last,), PICKS),
+        numba.carray(pointer(run.panels), (4,), ACTIVATIONS),
+    )
+    scratch = run.scratch + thread * 4 * SCRATCH
+    work = floats(run.work + thread * 4 * run.work_numbers, run.work_numbers)
+    ticks = longs(run.ticks, len(PARTS))
+    worker = _Worker(run.counters, run.planes, run.threads, thread, scratch, work, ticks)
+    _work(tables, worker, run.first, run.last, cycles())
