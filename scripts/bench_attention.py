@@ -6,13 +6,11 @@
 64 heads of 128: a global layer (8 key and value heads, bias over 1,024 distances) at 1k, 8k and 64k
 positions, and a sliding layer (16 key and value heads, a window of 512), at 1, 8 and 64 rows of one stream.
 GB/s counts the keys and values that the rows see, once; GFLOP/s counts the products with them, without bias
-and softmax.
-The bus is read before and after each group of calls, because on some machines it changes while one measures.
+and softmax. Both peaks are taken before and after each group of calls, as they change meanwhile.
 
 From the times of 64 rows follows what attention adds to the first token of a 64k prompt on one stage of five
 sliding layers and a global one with sixteen cores; `--matrix-ms` is what the stage's matrices take a row
-there.
-A table goes to stdout, JSON to FILE.
+there. A table goes to stdout, JSON to FILE.
 """
 
 from __future__ import annotations
@@ -69,6 +67,8 @@ class Measured:
     gflop_s: float
     bus_before: float
     bus_after: float
+    peak_before: float
+    peak_after: float
     calls: int
 
 
@@ -160,11 +160,11 @@ class Layer:
         window = (np.array([value], np.int32) for value in (0, self.positions - rows, rows))
         table = RowTable.from_windows(*window)
         self._attention(table, *inputs, out)
-        before = machine.bus()
+        before, peak_before = machine.bus(), machine.gflop_s()
         times: list[float] = []
         while len(times) < 2 or sum(times) < seconds:
             times.append(_timed(lambda: self._attention(table, *inputs, out)))
-        after = machine.bus()
+        after, peak_after = machine.bus(), machine.gflop_s()
         middle = statistics.median(times)
         seen = sum(min(p + 1, self.window or p + 1) for p in table.positions.tolist())
         read = min(self.positions, (self.window or self.positions) + rows - 1)
@@ -179,6 +179,8 @@ class Layer:
             seen * HEADS * DIM * 4 / middle / 1e9,
             before,
             after,
+            peak_before,
+            peak_after,
             len(times),
         )
 
@@ -219,9 +221,10 @@ def main() -> int:
     threads = compiling.set_threads(options.threads)
     compiling.warm_up()
     machine = Machine(threads)
-    peak = machine.gflop_s()
-    print(f"{threads} threads, {options.cache}, multiply-add peak {peak:.0f} GFLOP/s")
-    print("layer    positions rows        ms   GB/s   of bus (before, after)   GFLOP/s  of peak")
+    print(f"{threads} threads, {options.cache}")
+    print(
+        "layer    positions rows        ms   GB/s   of bus (before, after)   GFLOP/s  of peak (before, after)"
+    )
     results: list[Measured] = []
     kinds: list[tuple[str, int, int | None]] = [("global", 8, None), ("sliding", 16, WINDOW)]
     for name, kv_heads, window in kinds:
@@ -230,17 +233,16 @@ def main() -> int:
             for rows in ROWS:
                 m = layer.measure(rows, machine, options.seconds)
                 results.append(m)
-                bus = (m.bus_before + m.bus_after) / 2
+                bus, peak = (m.bus_before + m.bus_after) / 2, (m.peak_before + m.peak_after) / 2
                 print(
                     f"{m.layer:8} {m.positions:9} {m.rows:4} {m.ms:9.2f} {m.gb_s:6.1f}   {m.gb_s / bus:5.0%}"
-                    f" ({m.bus_before:.1f}, {m.bus_after:.1f}) {m.gflop_s:17.1f} {m.gflop_s / peak:8.0%}",
+                    f" ({m.bus_before:.1f}, {m.bus_after:.1f}) {m.gflop_s:17.1f} {m.gflop_s / peak:8.0%}"
+                    f" ({m.peak_before:.0f}, {m.peak_after:.0f})",
                     flush=True,
                 )
             del layer
-    again = machine.gflop_s()
     parts = first_token(results, threads, options.matrix_ms)
     print(
-        f"multiply-add peak at the end {again:.0f} GFLOP/s\n"
         f"first token of a {PROMPT // 1024}k prompt, one stage, {CORES} cores, by these times: "
         f"{parts['global']:.0f} s global attention + {parts['sliding']:.0f} s sliding attention + "
         f"{parts['matrices']:.0f} s matrices = {parts['all'] / 60:.1f} minutes "
@@ -252,7 +254,6 @@ def main() -> int:
             "cache": options.cache,
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
-            "fma_gflop_s": [peak, again],
             "results": [asdict(each) for each in results],
             "first_token_s": parts,
             "published_s": 60 * PUBLISHED_MINUTES,

@@ -18,27 +18,24 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.emitting import Builder, Value, emit_call
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
 I64: TypeAlias = npt.NDArray[np.int64]
 
-# Numba and llvmlite have no types of their own.
-_Builder: TypeAlias = Any
-_Value: TypeAlias = Any
-
 _INT64 = ir.IntType(64)
 
 
 def _pointer(typing: object, address: object) -> object:
-    def generate(context: object, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(types.int64), generate
 
 
 def _fetch_add(typing: object, address: object, value: object) -> object:
-    def generate(context: object, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
         pointer = builder.inttoptr(arguments[0], _INT64.as_pointer())
         return builder.atomic_rmw("add", pointer, arguments[1], "acq_rel")
 
@@ -46,7 +43,7 @@ def _fetch_add(typing: object, address: object, value: object) -> object:
 
 
 def _load_acquire(typing: object, address: object) -> object:
-    def generate(context: object, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
         pointer = builder.inttoptr(arguments[0], _INT64.as_pointer())
         return builder.load_atomic(pointer, "acquire", 8, typ=_INT64)
 
@@ -54,26 +51,22 @@ def _load_acquire(typing: object, address: object) -> object:
 
 
 def _cycles(typing: object) -> object:
-    def generate(context: object, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
-        signature = ir.FunctionType(_INT64, [])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.readcyclecounter")
-        return builder.call(function, [])
+    def generate(context: object, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
+        return emit_call(builder, "llvm.readcyclecounter", _INT64, ())
 
     return types.int64(), generate
 
 
 def _pause(typing: object) -> object:
-    def generate(context: Any, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
-        signature = ir.FunctionType(ir.VoidType(), [])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.sse2.pause")
-        builder.call(function, [])
+    def generate(context: Any, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
+        emit_call(builder, "llvm.x86.sse2.pause", ir.VoidType(), ())
         return context.get_dummy_value()
 
     return types.void(), generate
 
 
 def _call(typing: object, function: object, arguments: Any) -> object:
-    def generate(context: Any, builder: _Builder, sig: Any, values: Sequence[_Value]) -> _Value:
+    def generate(context: Any, builder: Builder, sig: Any, values: Sequence[Value]) -> Value:
         kinds = sig.args[1].types
         given = cgutils.unpack_tuple(builder, values[1], len(kinds))
         # What numba's own calls look like: places for a result and an error, then the arguments.

@@ -28,6 +28,7 @@ import numba
 import platformdirs
 import structlog
 from numba.core import caching, codegen, sigutils
+from numba.core.registry import CPUDispatcher
 
 __all__ = [
     "Progress",
@@ -64,7 +65,9 @@ def cache_directory() -> Path:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     # What numba compiles for, which a user may have set to another processor than this one.
     name = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
-    features = numba.config.CPU_FEATURES or codegen.get_host_cpu_features()
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = codegen.get_host_cpu_features()
     for fact in (numba.__version__, llvmlite.__version__, sys.version, platform.machine(), name, features):
         digest.update(str(fact).encode() + b"\0")
     return platformdirs.user_cache_path(_APP, appauthor=False) / "kernels" / digest.hexdigest()[:20]
@@ -137,6 +140,7 @@ class _Kernel:
     signature: tuple[object, ...]
     twin_for: bool | None
     """True: runs where there are several threads; False: where there is one; None: everywhere."""
+    usable: bool = True
     ready: bool = False
 
     def compile(self) -> None:
@@ -151,26 +155,47 @@ _threads = 1
 _one_thread: Final = threading.Lock()
 
 
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    """What kernels find compiled, and callers from Python as the plain function that it is made of.
+
+    Compiled without the wrappers that a call from Python needs, which take a third of the time.
+    """
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.py_func(*args, **kwargs)
+
+
+_PART: Final = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def part(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that only kernels call; it becomes part of each of them."""
-    return cast("Callable[P, R]", numba.njit(nogil=True, error_model="numpy")(function))
+    """Compile a function for kernels, of each of which it becomes part; from Python it runs uncompiled."""
+    compiled = numba.njit(**_PART)(function)
+    compiled.__class__ = _Part
+    return cast("Callable[P, R]", compiled)
 
 
 Signature: TypeAlias = str | tuple[object, ...]
 """Argument types, in numba's notation or as its types."""
 
 
-def kernel(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def kernel(
+    signature: Signature, form: str = "", *, usable: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function a kernel: compiled, without the interpreter's lock, kept in the cache.
 
     Args:
         signature: argument types; results go into array arguments.
         form: goes into the kernel's name where several functions have the same.
+        usable: whether this processor has what the kernel needs; if not, `warm_up` leaves it out, because
+            LLVM ends the process over an instruction that its target lacks.
     """
-    return lambda function: _register(function, signature, parallel=False, twin_for=None, form=form)
+    return lambda function: _register(function, signature, False, None, form, usable)
 
 
-def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def twin_kernels(
+    signature: Signature, form: str = "", *, usable: bool = True
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a function with `prange` loops a kernel in two forms, of which `set_threads` decides.
 
     With one thread the loops are plain ones and no thread pool is touched; only the form in use is compiled.
@@ -178,11 +203,12 @@ def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, 
     Args:
         signature: argument types.
         form: goes into the kernels' names where one function is compiled for several signatures.
+        usable: as for `kernel`.
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
-        serial = _register(function, signature, parallel=False, twin_for=False, form=form)
-        parallel = _register(function, signature, parallel=True, twin_for=True, form=form)
+        serial = _register(function, signature, False, False, form, usable)
+        parallel = _register(function, signature, True, True, form, usable)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             return serial(*args, **kwargs) if _threads == 1 else parallel(*args, **kwargs)
@@ -193,14 +219,19 @@ def twin_kernels(signature: Signature, form: str = "") -> Callable[[Callable[P, 
 
 
 def _register(
-    function: Callable[P, R], signature: Signature, *, parallel: bool, twin_for: bool | None, form: str = ""
+    function: Callable[P, R],
+    signature: Signature,
+    parallel: bool,
+    twin_for: bool | None,
+    form: str,
+    usable: bool,
 ) -> Callable[P, R]:
     types, _ = sigutils.normalize_signature(signature)
     dispatcher = numba.njit(nogil=True, parallel=parallel, error_model="numpy")(function)
     name = "_".join(word for word in (function.__name__, form, "parallel" if parallel else "") if word)
     # Functions of one name in several modules must not find each other's code.
     dispatcher._cache = _MachineCode(function, f"{function.__module__.rpartition('.')[2]}_{name}")
-    _kernels.append(_Kernel(name, dispatcher, types, twin_for))
+    _kernels.append(_Kernel(name, dispatcher, types, twin_for, usable))
     return cast("Callable[P, R]", dispatcher)
 
 
@@ -224,7 +255,9 @@ def warm_up(progress: Progress | None = None) -> None:
     Of several processes one compiles and the others wait for it. Without a writable cache directory each
     compiles for itself.
     """
-    needed = [item for item in _kernels if not item.ready and item.twin_for is not (_threads == 1)]
+    needed = [
+        item for item in _kernels if item.usable and not item.ready and item.twin_for is not (_threads == 1)
+    ]
     if not needed:
         return
     # Loading needs no lock between processes: files appear whole or not at all.

@@ -21,6 +21,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from cascadia_p2p.compiled.emitting import Builder, Value, emit_call, spread
+
 LANES: Final = 16
 """Float32 numbers in one vector."""
 
@@ -35,10 +37,7 @@ class Lanes:
     """Sixteen float32, as the type checker sees them; exists only inside compiled kernels."""
 
 
-# Numba and llvmlite have no types of their own.
-_Builder: TypeAlias = Any
-_Value: TypeAlias = Any
-_Emit: TypeAlias = Callable[[_Builder, Sequence[_Value]], _Value]
+_Emit: TypeAlias = Callable[[Builder, Sequence[Value]], Value]
 
 _FLOAT = ir.FloatType()
 _BIT, _INT16, _INT32, _INT64 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -62,36 +61,29 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, front_end_type, _VECTOR)
 
 
-def _constant(value: float) -> _Value:
+def _constant(value: float) -> Value:
     return ir.Constant(_VECTOR, [float(np.float32(value))] * LANES)
 
 
-def _integers(values: Sequence[int]) -> _Value:
+def _integers(values: Sequence[int]) -> Value:
     return ir.Constant(ir.VectorType(_INT32, len(values)), list(values))
 
 
-def _call(builder: _Builder, name: str, result: object, arguments: Sequence[_Value]) -> _Value:
-    signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), arguments)
+def _splat(builder: Builder, scalar: Value) -> Value:
+    return spread(builder, scalar, LANES)
 
 
-def _splat(builder: _Builder, scalar: _Value) -> _Value:
-    anything = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-    one = builder.insert_element(anything, scalar, _INT32(0))
-    return builder.shuffle_vector(one, anything, _integers([0] * LANES))
-
-
-def _first_lanes(builder: _Builder, count: _Value) -> _Value:
+def _first_lanes(builder: Builder, count: Value) -> Value:
     """Bits of the lanes below an int64 count."""
     narrow = builder.trunc(count, _INT32)
     return builder.icmp_signed("<", _integers(range(LANES)), _splat(builder, narrow))
 
 
-def _fma(builder: _Builder, a: _Value, b: _Value, c: _Value) -> _Value:
-    return _call(builder, "llvm.fma.v16f32", _VECTOR, (a, b, c))
+def _fma(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    return emit_call(builder, "llvm.fma.v16f32", _VECTOR, (a, b, c))
 
 
-def _tree(combine: Callable[[_Value, _Value], _Value], builder: _Builder, vector: _Value) -> _Value:
+def _tree(combine: Callable[[Value, Value], Value], builder: Builder, vector: Value) -> Value:
     """Fold the upper half onto the lower one until one lane is left."""
     width = LANES
     while width > 1:
@@ -103,11 +95,11 @@ def _tree(combine: Callable[[_Value, _Value], _Value], builder: _Builder, vector
     return builder.extract_element(vector, _INT32(0))
 
 
-def _larger(builder: _Builder, a: _Value, b: _Value) -> _Value:
+def _larger(builder: Builder, a: Value, b: Value) -> Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+def _emit_exp(builder: Builder, arguments: Sequence[Value]) -> Value:
     """Take out multiples of ln 2, then a polynomial (Cephes `expf`), then scale by the power of two."""
     (x,) = arguments
     # Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum; integer conversion of a
@@ -137,12 +129,12 @@ def _emit_exp(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
     return builder.select(too_low, _constant(0.0), result)
 
 
-def _emit_choose(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+def _emit_choose(builder: Builder, arguments: Sequence[Value]) -> Value:
     low, high, one, other = arguments
     return builder.select(builder.fcmp_ordered("<", low, high), one, other)
 
 
-def _emit_keep(builder: _Builder, arguments: Sequence[_Value]) -> _Value:
+def _emit_keep(builder: Builder, arguments: Sequence[Value]) -> Value:
     vector, low, high, other = arguments
     inside = builder.and_(_first_lanes(builder, high), builder.not_(_first_lanes(builder, low)))
     return builder.select(inside, vector, _splat(builder, other))
@@ -156,7 +148,7 @@ def _operation(kinds: str, result: str, emit: _Emit) -> object:
     """An intrinsic on lanes (v), floats (f) and integers (i); `result` is one of these letters."""
     signature = _KINDS[result](*(_KINDS[kind] for kind in kinds))
 
-    def generate(context: object, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
         return emit(builder, arguments)
 
     # Numba reads the number of arguments off the function, so there is one form for each count.
@@ -169,53 +161,53 @@ def _operation(kinds: str, result: str, emit: _Emit) -> object:
     return intrinsic(lambda typing, a, b, c, d: (signature, generate))
 
 
-def _address(context: Any, builder: _Builder, array_type: object, array: _Value, index: _Value) -> _Value:
+def _address(context: Any, builder: Builder, array_type: object, array: Value, index: Value) -> Value:
     if isinstance(array_type, types.Integer):
         return builder.gep(builder.inttoptr(array, _FLOAT.as_pointer()), [index])
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [index])
 
 
-def _wide(builder: _Builder, address: _Value) -> _Value:
+def _wide(builder: Builder, address: Value) -> Value:
     return builder.bitcast(address, _VECTOR.as_pointer())
 
 
-def _load_all(builder: _Builder, address: _Value) -> _Value:
+def _load_all(builder: Builder, address: Value) -> Value:
     value = builder.load(_wide(builder, address), typ=_VECTOR)
     value.align = 4
     return value
 
 
-def _store_all(builder: _Builder, address: _Value, vector: _Value) -> None:
+def _store_all(builder: Builder, address: Value, vector: Value) -> None:
     builder.store(vector, _wide(builder, address), align=4)
 
 
-def _load_masked(builder: _Builder, address: _Value, count: _Value) -> _Value:
+def _load_masked(builder: Builder, address: Value, count: Value) -> Value:
     pointer = _wide(builder, address)
     mask = _first_lanes(builder, count)
     arguments = (pointer, _INT32(4), mask, ir.Constant(_VECTOR, None))
-    return _call(builder, "llvm.masked.load.v16f32.p0", _VECTOR, arguments)
+    return emit_call(builder, "llvm.masked.load.v16f32.p0", _VECTOR, arguments)
 
 
-def _store_masked(builder: _Builder, address: _Value, vector: _Value, count: _Value) -> None:
+def _store_masked(builder: Builder, address: Value, vector: Value, count: Value) -> None:
     pointer = _wide(builder, address)
     arguments = (vector, pointer, _INT32(4), _first_lanes(builder, count))
-    _call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
+    emit_call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), arguments)
 
 
-def _is_whole(builder: _Builder, count: _Value) -> _Value:
+def _is_whole(builder: Builder, count: Value) -> Value:
     return builder.icmp_signed(">=", count, _INT64(LANES))
 
 
 def _load(typing: object, array: object, index: object) -> object:
-    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         return _load_all(builder, _address(context, builder, sig.args[0], arguments[0], arguments[1]))
 
     return _lanes(array, types.int64), generate
 
 
 def _store(typing: object, array: object, index: object, vector: object) -> object:
-    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: Any, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         _store_all(builder, address, arguments[2])
         return context.get_dummy_value()
@@ -224,7 +216,7 @@ def _store(typing: object, array: object, index: object, vector: object) -> obje
 
 
 def _load_part(typing: object, array: object, index: object, count: object) -> object:
-    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         result = cgutils.alloca_once(builder, _VECTOR)
         with builder.if_else(_is_whole(builder, arguments[2])) as (whole, part):
@@ -238,7 +230,7 @@ def _load_part(typing: object, array: object, index: object, count: object) -> o
 
 
 def _store_part(typing: object, array: object, index: object, vector: object, count: object) -> object:
-    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: Any, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         with builder.if_else(_is_whole(builder, arguments[3])) as (whole, part):
             with whole:
@@ -251,7 +243,7 @@ def _store_part(typing: object, array: object, index: object, vector: object, co
 
 
 def _broadcast(typing: object, array: object, index: object) -> object:
-    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         return _splat(builder, builder.load(address, typ=_FLOAT))
 
@@ -259,25 +251,25 @@ def _broadcast(typing: object, array: object, index: object) -> object:
 
 
 def _prefetch(typing: object, array: object, index: object) -> object:
-    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: Any, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         pointer = builder.bitcast(address, ir.IntType(8).as_pointer())
         # To read, into the second level, data.
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), (pointer, _INT32(0), _INT32(2), _INT32(1)))
+        emit_call(builder, "llvm.prefetch.p0", ir.VoidType(), (pointer, _INT32(0), _INT32(2), _INT32(1)))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
 
 
 def _number(typing: object, array: object, index: object) -> object:
-    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         return builder.load(_address(context, builder, sig.args[0], arguments[0], arguments[1]), typ=_FLOAT)
 
     return types.float32(array, types.int64), generate
 
 
 def _load_bf16(typing: object, array: object, index: object) -> object:
-    def generate(context: object, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: object, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         narrow = ir.VectorType(_INT16, LANES)
         halves = builder.load(builder.bitcast(address, narrow.as_pointer()), typ=narrow)
@@ -288,7 +280,7 @@ def _load_bf16(typing: object, array: object, index: object) -> object:
     return _lanes(array, types.int64), generate
 
 
-def _rounded_half(builder: _Builder, number: _Value) -> _Value:
+def _rounded_half(builder: Builder, number: Value) -> Value:
     """Bits of the nearest bfloat16, ties to even; what is not a number stays so."""
     bits = builder.bitcast(number, _INT32)
     upper = builder.lshr(bits, _INT32(16))
@@ -300,7 +292,7 @@ def _rounded_half(builder: _Builder, number: _Value) -> _Value:
 
 
 def _put(typing: object, array: Any, index: object, number: object) -> object:
-    def generate(context: Any, builder: _Builder, sig: Any, arguments: Sequence[_Value]) -> _Value:
+    def generate(context: Any, builder: Builder, sig: Any, arguments: Sequence[Value]) -> Value:
         address = _address(context, builder, sig.args[0], arguments[0], arguments[1])
         number = arguments[2]
         if getattr(sig.args[0], "dtype", None) == types.uint16:

@@ -17,8 +17,10 @@ from cascadia_p2p.engine.kernels.attention_items import (
     most_items,
     work_numbers,
 )
+from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.frame import FRAME, Record
 from cascadia_p2p.engine.kernels.mixture import MIXTURE
+from cascadia_p2p.engine.kernels.products import SCRATCH
 from cascadia_p2p.engine.kernels.program import (
     ATTENDED,
     HIDDEN,
@@ -28,12 +30,13 @@ from cascadia_p2p.engine.kernels.program import (
     OUTER,
     PARTS,
     ROUTER,
-    run_layers,
+    RUN,
+    work_layers,
 )
 from cascadia_p2p.engine.kernels.query_tiles import SEGMENT_BLOCKS
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
-from cascadia_p2p.engine.kernels.team import new_counters
+from cascadia_p2p.engine.kernels.team import new_counters, run_team
 from cascadia_p2p.engine.kernels.workspace import (
     MatrixTable,
     Workspace,
@@ -43,6 +46,7 @@ from cascadia_p2p.engine.kernels.workspace import (
 )
 from cascadia_p2p.engine.matrix import F32, I32, GatedWeights
 from cascadia_p2p.engine.timing import WorkClock, WorkPart
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.matrices.encoding import StoredMatrix
 
 Step: TypeAlias = Callable[..., None]
@@ -142,12 +146,13 @@ class CompiledLayers:
         self._tables = _Tables(self._workspace, parts, steps, normed)
         self._panels = self._new_panels()
         self._matrices = self._tables.matrices.records()
-        self._scratch = self._workspace.array(np.float32, self._threads, 4 * 8 * 16)
+        self._scratch = self._workspace.array(np.float32, self._threads, SCRATCH)
         self._ticks = np.zeros(len(PARTS), np.int64)
         batches = _batches(parts, call_bytes)
         self.batches = tuple(Batch(self, batch, parts[batch.start].number) for batch in batches)
         longest = max(len(batch) for batch in batches)
         self._counters = new_counters(longest * LAYER_PHASES + 1)
+        self._work_layers, self._run = compiling.address(work_layers), self._new_run()
 
     @property
     def workspace_bytes(self) -> int:
@@ -162,7 +167,21 @@ class CompiledLayers:
             rows: the frame's.
             x: float32 [rows, hidden], the residual; C-contiguous.
             failed: int32 [rows].
+
+        Raises:
+            CascadiaError: no such layers, more rows than there is room for, or arrays that do not belong
+                together.
         """
+        if batch.step != 1 or not 0 <= batch.start < batch.stop <= len(self._parts):
+            raise CascadiaError(f"a stage of {len(self._parts)} layers has none at {batch}")
+        count = min(len(x), self._rows)
+        expect("x", x, (count, self._hidden))
+        for name, array in (("failed", failed), ("slots", rows.slots), ("positions", rows.positions)):
+            expect(name, array, (count,))
+        if x.dtype != np.float32 or not x.flags.c_contiguous or failed.dtype != np.int32:
+            raise CascadiaError(
+                f"rows as {x.dtype} and marks as {failed.dtype} do not lie as kernels read them"
+            )
         frame = self._frame
         frame["rows"] = len(x)
         frame["x"], frame["failed"] = x.ctypes.data, failed.ctypes.data
@@ -170,23 +189,30 @@ class CompiledLayers:
         frame["before"], frame["after"] = rows.before.ctypes.data, rows.after.ctypes.data
         self._ticks.fill(0)
         begin = time.perf_counter_ns()
-        run_layers(
-            self._counters,
-            frame,
-            self._tables.layers,
-            self._tables.mixtures,
-            self._matrices,
-            self._tables.picks,
-            self._panels,
-            batch.start,
-            batch.stop,
-            self._planes,
-            self._threads,
-            self._scratch,
-            self._work,
-            self._ticks,
-        )
+        self._run["first"], self._run["last"] = batch.start, batch.stop
+        self._counters.fill(0)
+        run_team(self._work_layers, self._run.ctypes.data, self._threads)
         self._clock.share(time.perf_counter_ns() - begin, _PARTS, self._ticks)
+
+    def _new_run(self) -> Record:
+        """`RUN` [1] for all calls."""
+        run = np.zeros(1, RUN)
+        for name, array in (
+            ("counters", self._counters),
+            ("frame", self._frame),
+            ("layers", self._tables.layers),
+            ("mixtures", self._tables.mixtures),
+            ("matrices", self._matrices),
+            ("picks", self._tables.picks),
+            ("panels", self._panels),
+            ("scratch", self._scratch),
+            ("work", self._work),
+            ("ticks", self._ticks),
+        ):
+            run[name] = array.ctypes.data
+        run["matrix_count"], run["work_numbers"] = len(self._matrices), self._work.shape[1]
+        run["planes"], run["threads"] = self._planes, self._threads
+        return run
 
     def _new_frame(self, normed: F32, angles: tuple[F32, F32] | None) -> Record:
         frame, workspace = np.zeros(1, FRAME), self._workspace
@@ -292,6 +318,7 @@ class _Tables:
 
     def _layer(self, place: int, part: LayerParts, steps: Steps) -> Record:
         """Fill the records at a place; the layer's own `PICKS`."""
+        _check(part, self._normed.shape[1])
         layer, address = self.layers[place], compiling.address
         inward = [self.matrices.add(m, self._targets[n]) for n, m in enumerate(part.inward)]
         layer["first_matrix"], layer["matrices"] = inward[0], len(inward)
@@ -341,6 +368,29 @@ class _Tables:
             record[name] = self._shared_picks[source]
         self._workspace.keep((record, router))
         return record.ctypes.data
+
+
+def _check(part: LayerParts, hidden: int) -> None:
+    """Refuse parts whose sizes do not fit together, before anything has their addresses."""
+    attention, router, always = part.attention[0], part.router, _count(part.always)
+    heads, kv_heads, dim, ranks = (int(attention[name]) for name in ("heads", "kv_heads", "dim", "ranks"))
+    outputs = (heads * dim, kv_heads * dim, kv_heads * dim, heads * ranks)
+    for name, matrix, width in zip("qkvr", part.inward, outputs, strict=False):
+        expect(name, matrix, (width, hidden))
+    expect("o", part.output, (hidden, heads * dim))
+    expect("down", part.always.down, (*part.always.down.shape[:-2], hidden, part.always.gate.outputs))
+    routed = 0 if part.routed is None else _count(part.routed)
+    if router is None:
+        if routed or always != 1:
+            raise CascadiaError(f"a layer of {routed} and {always} experts has no router")
+        return
+    weight, bias, _ = router.parts
+    expect("router", weight, (routed + always, hidden))
+    expect("bias", bias, (routed,))
+    if not (
+        weight.flags.c_contiguous and bias.flags.c_contiguous and weight.dtype == bias.dtype == np.float32
+    ):
+        raise CascadiaError("a router does not lie as float32 in one piece, as the kernels read it")
 
 
 _PARTS: Final = tuple(WorkPart(name) for name in PARTS)

@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numba import prange, types
 
-from cascadia_p2p.compiled.addresses import I64
-from cascadia_p2p.compiled.compiling import twin_kernels
+from cascadia_p2p.compiled.compiling import address
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.instructions import instructions
-from cascadia_p2p.engine.kernels.mixture import MIXTURE, MIXTURES_TYPE, PICKS_TYPE, Table, mix
+from cascadia_p2p.engine.kernels.mixture import MIXING, MIXTURE, PHASES, work_mixture
 from cascadia_p2p.engine.kernels.products import (
     EXACT,
-    MATRICES_TYPE,
-    PANELS_TYPE,
-    fill_panels,
-    project,
+    PROJECTING,
+    SCRATCH,
+    work_projections,
 )
-from cascadia_p2p.engine.kernels.team import new_counters
+from cascadia_p2p.engine.kernels.team import new_counters, run_team
 from cascadia_p2p.engine.kernels.workspace import (
     MatrixTable,
     Workspace,
@@ -29,76 +26,11 @@ from cascadia_p2p.engine.kernels.workspace import (
     wants_floats,
 )
 from cascadia_p2p.engine.matrix import F32, I32, Experts, GatedWeights, Projections, RowMap
-from cascadia_p2p.errors import CapacityError
+from cascadia_p2p.errors import CapacityError, CascadiaError
 from cascadia_p2p.matrices.encoding import StoredMatrix
 
 PLANES: Final = {"exact": EXACT, "fast": 1, "fine": 2}
 """How activations enter products, by precision: as float32, or as one or two planes of 8-bit codes."""
-
-
-@twin_kernels(
-    (
-        types.int64[::1],
-        MATRICES_TYPE,
-        PANELS_TYPE,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.float32[:, ::1],
-    )
-)
-def _project(
-    counters: I64,
-    matrices: Table,
-    panels: Table,
-    x: int,
-    rows: int,
-    planes: int,
-    floats_too: int,
-    threads: int,
-    scratch: F32,
-) -> None:
-    counters[:] = 0
-    for thread in prange(threads):
-        own = scratch.ctypes.data + thread * 4 * scratch.shape[1]
-        at = counters.ctypes.data
-        fill_panels(at, 0, x, matrices[0].inputs, panels[0], rows, planes, floats_too != 0)
-        project(at, 1, matrices, 0, len(matrices), panels[0], rows, planes, threads, own)
-
-
-@twin_kernels(
-    (
-        types.int64[::1],
-        MIXTURES_TYPE,
-        MATRICES_TYPE,
-        PICKS_TYPE,
-        PANELS_TYPE,
-        PANELS_TYPE,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.float32[:, ::1],
-    )
-)
-def _mix(
-    counters: I64,
-    mixtures: Table,
-    matrices: Table,
-    picks: Table,
-    outer: Table,
-    inner: Table,
-    rows: int,
-    planes: int,
-    threads: int,
-    scratch: F32,
-) -> None:
-    counters[:] = 0
-    for thread in prange(threads):
-        own = scratch.ctypes.data + thread * 4 * scratch.shape[1]
-        at = counters.ctypes.data
-        mix(at, 0, mixtures[0], matrices, picks[0], outer[0], inner[0], rows, planes, threads, own)
 
 
 class KernelBackend:
@@ -121,7 +53,7 @@ class KernelBackend:
         self.planes = PLANES[precision]
         self._rows = rows
         self._threads = threads
-        self._scratch = np.zeros((threads, 4 * 8 * 16), np.float32)
+        self._scratch = np.zeros((threads, SCRATCH), np.float32)
 
     @property
     def device(self) -> str:
@@ -150,6 +82,8 @@ class _Projections:
         scratch: F32,
         weights: Sequence[StoredMatrix],
     ) -> None:
+        for weight in weights:
+            expect("weight", weight, (weight.outputs, weights[0].inputs))
         self._workspace = Workspace(backend.planes)
         self._floats_too = wants_floats(*weights)
         self._panels = self._workspace.panels(rows, weights[0].inputs, self._floats_too)
@@ -161,22 +95,24 @@ class _Projections:
         self._counters = new_counters(2)
         self._threads, self._scratch = threads, scratch
         self._inputs, self._rows = weights[0].inputs, rows
+        self._work, self._run = address(work_projections), np.zeros(1, PROJECTING)
+        for name, array in (
+            ("counters", self._counters),
+            ("matrices", self._matrices),
+            ("panels", self._panels),
+            ("scratch", scratch),
+        ):
+            self._run[name] = array.ctypes.data
+        self._run["count"], self._run["planes"] = len(weights), backend.planes
+        self._run["floats_too"], self._run["threads"] = self._floats_too, threads
 
     def __call__(self, x: F32) -> tuple[F32, ...]:
         rows = len(x)
         expect("x", x, (min(rows, self._rows), self._inputs))
         x = np.ascontiguousarray(x, np.float32)
-        _project(
-            self._counters,
-            self._matrices,
-            self._panels,
-            x.ctypes.data,
-            rows,
-            self._workspace.planes,
-            int(self._floats_too),
-            self._threads,
-            self._scratch,
-        )
+        self._run["x"], self._run["rows"] = x.ctypes.data, rows
+        self._counters.fill(0)
+        run_team(self._work, self._run.ctypes.data, self._threads)
         return tuple(result[:rows] for result in self._results)
 
 
@@ -210,7 +146,20 @@ class _Mixture:
         self._picks["result"] = self._result.ctypes.data
         self._scales = np.full((rows, 1), scale, np.float32)
         self._nothing = np.zeros((rows, 0), np.int32)
-        self._counters = new_counters(4)
+        self._counters = new_counters(PHASES)
+        self._work, self._run = address(work_mixture), np.zeros(1, MIXING)
+        for name, array in (
+            ("counters", self._counters),
+            ("mixture", self._record),
+            ("matrices", self._matrices),
+            ("picks", self._picks),
+            ("outer", self._outer),
+            ("inner", self._inner),
+            ("scratch", scratch),
+        ):
+            self._run[name] = array.ctypes.data
+        self._run["count"], self._run["planes"] = len(self._matrices), backend.planes
+        self._run["threads"] = threads
         self._threads, self._scratch = threads, scratch
         self._inputs, self._rows, self._chosen, self._shared = always.gate.inputs, rows, chosen, shared
 
@@ -226,6 +175,12 @@ class _Mixture:
         expect("ids", ids, (rows, self._chosen))
         expect("weights", weights, (rows, self._chosen))
         expect("shared", shared, (rows, self._shared))
+        # Kernels find an expert's weights by its number.
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._record[0]["routed"]:
+            raise CascadiaError(
+                f"ids {ids.min()} to {ids.max()} of {self._record[0]['routed']} experts: the router and the "
+                "experts do not fit together"
+            )
         held = (
             np.ascontiguousarray(x, np.float32),
             np.ascontiguousarray(ids, np.int32),
@@ -234,16 +189,7 @@ class _Mixture:
         )
         for name, array in zip(("x", "ids", "weights", "always"), held, strict=True):
             self._picks[name] = array.ctypes.data
-        _mix(
-            self._counters,
-            self._record,
-            self._matrices,
-            self._picks,
-            self._outer,
-            self._inner,
-            rows,
-            self._workspace.planes,
-            self._threads,
-            self._scratch,
-        )
+        self._run["rows"] = rows
+        self._counters.fill(0)
+        run_team(self._work, self._run.ctypes.data, self._threads)
         return self._result[:rows]

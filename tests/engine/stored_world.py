@@ -39,7 +39,7 @@ def stored(encoding: Encoding, seed: int, *shape: int) -> StoredMatrix:
     if encoding is not Encoding.INT4_AFFINE:
         return aligned(pack(encoding, shape, codes, scales))
     offsets = (-scales * rng.uniform(5, 10, scales.shape)).astype(np.float32)
-    return pack(encoding, shape, codes, 2 * scales, 2 * offsets)
+    return aligned(pack(encoding, shape, codes, 2 * scales, 2 * offsets))
 
 
 def aligned(matrix: StoredMatrix) -> StoredMatrix:
@@ -49,6 +49,22 @@ def aligned(matrix: StoredMatrix) -> StoredMatrix:
     codes = memory[start : start + matrix.codes.nbytes].view(matrix.codes.dtype).reshape(matrix.codes.shape)
     codes[...] = matrix.codes
     return replace(matrix, codes=codes)
+
+
+def extremes(encoding: Encoding) -> StoredMatrix:
+    """Codes at both ends of their range, in runs and in turns."""
+    low, high = RANGES.get(encoding, (-1, 1))
+    if encoding is Encoding.INT8:
+        low = -128
+    codes = np.full((32, 192), high, np.int8)
+    codes[1] = codes[17] = low
+    codes[2, ::2] = codes[3, 1::2] = codes[4, : 192 // 2] = low
+    codes[5::4, ::3] = low
+    if encoding is Encoding.F32:
+        return StoredMatrix.of(codes.astype(np.float32))
+    scales = np.full((32,) if encoding is Encoding.INT8 else (32, 6), 0.5, np.float32)
+    offsets = -3.5 * np.ones((32, 6), np.float32) if encoding is Encoding.INT4_AFFINE else None
+    return aligned(pack(encoding, (32, 192), codes, scales, offsets))
 
 
 def gated(encoding: Encoding, seed: int, width: int, inner: int, *stack: int) -> GatedWeights:
@@ -77,6 +93,26 @@ def experts(routed: GatedWeights, shared: GatedWeights, x: F32, ids: I32, weight
         for expert in range(gammas.shape[1]):
             result[row] += float(gammas[row, expert]) * mlp(shared, rows, (expert,))
     return result
+
+
+class Coded:
+    """Small tensors as they are, and matrices of their shapes that take turns in encodings."""
+
+    def __init__(self, tensors: dict[str, F32]) -> None:
+        self._tensors = tensors
+        self._made: dict[str, StoredMatrix] = {}
+
+    def tensor(self, name: str) -> F32:
+        return self._tensors[name]
+
+    def matrix(self, name: str) -> StoredMatrix:
+        if name == "embed.weight":
+            return StoredMatrix.of(self._tensors[name])
+        if name not in self._made:
+            seed = len(self._made)
+            kind = (*INTEGER, Encoding.INT4_AFFINE, Encoding.F32)[seed % 5]
+            self._made[name] = stored(kind, seed, *self._tensors[name].shape)
+        return self._made[name]
 
 
 def drawn_ids(seed: int, rows: int, experts_: int, chosen: int) -> I32:

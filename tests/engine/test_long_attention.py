@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -315,7 +316,12 @@ def test_bfloat16_is_rounded_to_nearest_with_ties_to_even() -> None:
     special = np.array([np.inf, -np.inf, np.nan, -np.nan, 3.4e38, -0.0, 1e-45], np.float32).view(np.uint32)
     numbers = np.concatenate([bits, ties, ties - 1, ties + 1, special]).view(np.float32)
     _, values = new_blocks(1, 1, len(numbers), "bf16")
-    put_value(numbers, 0, len(numbers), values, 0, 0, 5)
+
+    @numba.njit
+    def keep(numbers: F32, values: npt.NDArray[np.uint16]) -> None:
+        put_value(numbers, 0, numbers.shape[0], values, 0, 0, 5)
+
+    keep(numbers, values)
     kept = values[0, 0, 5, : len(numbers)]
     finite = ~np.isnan(numbers)
     whole = numbers.view(np.uint32).astype(np.uint64)

@@ -226,10 +226,6 @@ def _kernel(storage: Storage) -> Callable[..., None]:
     return twin_kernels(signature, storage)(_attend)
 
 
-# Where keys and values are float32 the kernel is warmed up with all others.
-_kernel("f32")
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
     """The sizes of one layer's attention.
@@ -299,6 +295,7 @@ class Attention:
         eps: of the norms of queries and keys.
         log_scaling: floor and alpha; None for no scaling.
         storage: how keys and values are kept.
+        alone: whether it is called by itself, rather than as steps of a stage's program.
 
     Raises:
         CascadiaError: a weight has another shape.
@@ -313,6 +310,7 @@ class Attention:
         eps: float,
         log_scaling: tuple[float, float] | None,
         storage: Storage = "f32",
+        alone: bool = True,
     ) -> None:
         width = sizes.kv_heads * sizes.dim
         expect("q_norm", weights.q_norm, (sizes.dim,))
@@ -327,7 +325,7 @@ class Attention:
         self._eps = eps
         self._table = table
         self._keys, self._values = new_blocks(blocks, sizes.kv_heads, sizes.dim, storage)
-        self._run = _kernel(storage)
+        self._run = _kernel(storage) if alone else None
         # Kernels that only some stages need are compiled here, not at the first frame.
         warm_up()
         self._state = (
@@ -388,6 +386,7 @@ class Attention:
         expect("v", v, (count, sizes.kv_heads * sizes.dim))
         expect("r", r, (count, sizes.heads * sizes.ranks))
         expect("out", out, q.shape)
+        assert self._run is not None, "its program has to call it"
         self._run(
             q,
             k,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
+from typing import Protocol
 
 from cascadia_p2p.errors import CascadiaError
 
 
-def expect(name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Refuse an array of another shape.
+class Shaped(Protocol):
+    """An array, or a stored matrix."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its axes."""
+
+
+def expect(name: str, array: Shaped, shape: tuple[int, ...]) -> None:
+    """Refuse an array, or a stored matrix, of another shape.
 
     Raises:
         CascadiaError: the shapes differ; the message holds both.

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import llvmlite.ir as ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cascadia_p2p.compiled.addresses import F32, floats
 from cascadia_p2p.compiled.compiling import kernel, part
+from cascadia_p2p.compiled.emitting import (
+    Builder,
+    Value,
+    constant,
+    emit_call,
+    emit_loop,
+    function_by_rows,
+    load_behind,
+    spread,
+)
 from cascadia_p2p.compiled.simd import LANES, fma, load_part, splat, total
-from cascadia_p2p.engine.kernels.emitting import emit_loop, function_by_rows
+from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.matrices.encoding import Encoding
-
-# Llvmlite has no types of its own.
-_Builder: TypeAlias = Any
-_Value: TypeAlias = Any
 
 MOST_ROWS: Final = 4
 """Rows that one pass over weights takes."""
@@ -35,43 +40,23 @@ _SUMS: Final = 4
 _FOUR_BIT: Final = (Encoding.INT4, Encoding.INT4_AFFINE)
 
 
-def _all(kind: Any, value: float) -> _Value:
-    return ir.Constant(kind, [value] * LANES)
+def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    return emit_call(b, "llvm.fma.v16f32", _FLOATS, (x, y, z))
 
 
-def _call(b: _Builder, name: str, result: object, arguments: Sequence[_Value]) -> _Value:
-    signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
-
-
-def _load(b: _Builder, base: _Value, offset: int, kind: Any, align: int) -> _Value:
-    value = b.load(b.bitcast(b.gep(base, [_LONG(offset)]), kind.as_pointer()), typ=kind)
-    value.align = align
-    return value
-
-
-def _spread(b: _Builder, value: _Value) -> _Value:
-    anything = ir.Constant(_FLOATS, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(anything, value, _INT(0)), anything, _all(_INTS, 0))
-
-
-def _fma(b: _Builder, x: _Value, y: _Value, z: _Value) -> _Value:
-    return _call(b, "llvm.fma.v16f32", _FLOATS, (x, y, z))
-
-
-def _total(b: _Builder, parts: list[_Value]) -> _Value:
+def _total(b: Builder, parts: list[Value]) -> Value:
     return b.fadd(b.fadd(parts[0], parts[1]), b.fadd(parts[2], parts[3]))
 
 
-def _numbers(b: _Builder, codes: _Value, shift: int, bits: int, more: int) -> _Value:
+def _numbers(b: Builder, codes: Value, shift: int, bits: int, more: int) -> Value:
     """Unsigned codes at a place of each lane, as float32 without what they are stored too large by.
 
     Codes go into the low bits of 2^23, whose float32 neighbours are one apart.
     """
-    shifted = b.lshr(codes, _all(_INTS, shift)) if shift else codes
-    code = b.and_(shifted, _all(_INTS, (1 << bits) - 1))
-    number = b.bitcast(b.or_(code, _all(_INTS, 0x4B000000)), _FLOATS)
-    return b.fsub(number, _all(_FLOATS, 8388608.0 + more))
+    shifted = b.lshr(codes, constant(_INTS, shift)) if shift else codes
+    code = b.and_(shifted, constant(_INTS, (1 << bits) - 1))
+    number = b.bitcast(b.or_(code, constant(_INTS, 0x4B000000)), _FLOATS)
+    return b.fsub(number, constant(_FLOATS, 8388608.0 + more))
 
 
 def _places(encoding: Encoding) -> list[tuple[int, int, int]]:
@@ -84,7 +69,7 @@ def _places(encoding: Encoding) -> list[tuple[int, int, int]]:
     return [(j, 8 * b, 4 * j + b) for j in range(8) for b in range(4)]
 
 
-def _emit(b: _Builder, rows: int, arguments: Sequence[_Value], *, encoding: Encoding) -> None:
+def _emit(b: Builder, rows: int, arguments: Sequence[Value], *, encoding: Encoding) -> None:
     weights, x, out = (b.inttoptr(address, _BYTE.as_pointer()) for address in arguments[:3])
     blocks, stride = arguments[3:]
     affine = encoding is Encoding.INT4_AFFINE
@@ -93,35 +78,37 @@ def _emit(b: _Builder, rows: int, arguments: Sequence[_Value], *, encoding: Enco
     first, more = 64 * (grouped + affine), 0 if affine else 1 << (bits - 1)
     starts = [b.gep(x, [b.mul(stride, _LONG(r))]) for r in range(rows)]
 
-    def group(g: int, w: _Value, inputs: list[_Value], sums: list[_Value]) -> None:
-        parts = [[_all(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
-        plain = [[_all(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
-        loaded: dict[int, _Value] = {}
+    def group(g: int, w: Value, inputs: list[Value], sums: list[Value]) -> None:
+        parts = [[constant(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
+        plain = [[constant(_FLOATS, 0.0)] * _SUMS for _ in range(rows)]
+        loaded: dict[int, Value] = {}
         for vector, shift, k in _places(encoding):
             if vector not in loaded:
-                loaded[vector] = _load(b, w, first + g * step + 64 * vector, _INTS, 64)
+                loaded[vector] = load_behind(b, w, first + g * step + 64 * vector, _INTS, 64)
             number = _numbers(b, loaded[vector], shift, bits, more)
             for r in range(rows):
-                value = _spread(b, _load(b, inputs[r], 4 * (32 * g + k), _FLOAT, 4))
+                value = spread(b, load_behind(b, inputs[r], 4 * (32 * g + k), _FLOAT, 4), LANES)
                 place = k % _SUMS
                 parts[r][place] = _fma(b, number, value, parts[r][place])
                 if affine:
                     plain[r][place] = b.fadd(plain[r][place], value)
-        scale = b.fpext(_load(b, w, g * 32, _HALVES, 32), _FLOATS) if grouped else _all(_FLOATS, 1.0)
+        scale = (
+            b.fpext(load_behind(b, w, g * 32, _HALVES, 32), _FLOATS) if grouped else constant(_FLOATS, 1.0)
+        )
         for r in range(rows):
             sums[r] = _fma(b, _total(b, parts[r]), scale, sums[r])
             if affine:
-                offset = b.fpext(_load(b, w, 64 + g * 32, _HALVES, 32), _FLOATS)
+                offset = b.fpext(load_behind(b, w, 64 + g * 32, _HALVES, 32), _FLOATS)
                 sums[r] = _fma(b, _total(b, plain[r]), offset, sums[r])
 
-    def body(i: _Value, sums: list[_Value]) -> list[_Value]:
+    def body(i: Value, sums: list[Value]) -> list[Value]:
         w = b.gep(weights, [b.mul(i, _LONG(size))])
         inputs = [b.gep(start, [b.mul(i, _LONG(256))]) for start in starts]
         for g in range(2):
             group(g, w, inputs, sums)
         return sums
 
-    for r, value in enumerate(emit_loop(b, blocks, [_all(_FLOATS, 0.0)] * rows, body)):
+    for r, value in enumerate(emit_loop(b, blocks, [constant(_FLOATS, 0.0)] * rows, body)):
         b.store(value, b.bitcast(b.gep(out, [_LONG(64 * r)]), _FLOATS.as_pointer()), align=4)
 
 
@@ -135,7 +122,7 @@ def _exact_dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int], N
         blocks: object,
         stride: object,
     ) -> object:
-        def generate(context: Any, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+        def generate(context: Any, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
             emit = partial(_emit, encoding=encoding)
             function = function_by_rows(builder.module, f"exact_dot_{encoding}", 6, MOST_ROWS, emit)
             builder.call(function, arguments)
@@ -151,8 +138,10 @@ _exact_dot_int4_affine = _exact_dot(Encoding.INT4_AFFINE)
 _exact_dot_int8 = _exact_dot(Encoding.INT8)
 _exact_dot_int8_grouped = _exact_dot(Encoding.INT8_GROUPED)
 
+_SIGNATURE: Final = "(int64, int64, int64, int64, int64, int64)"
 
-@kernel("(int64, int64, int64, int64, int64, int64)")
+
+@kernel(_SIGNATURE, usable=instructions() is not None)
 def exact_dot_int4(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
     """One block row times up to four float32 rows.
 
@@ -167,25 +156,25 @@ def exact_dot_int4(rows: int, weights: int, x: int, out: int, blocks: int, strid
     _exact_dot_int4(rows, weights, x, out, blocks, stride)
 
 
-@kernel("(int64, int64, int64, int64, int64, int64)")
+@kernel(_SIGNATURE, usable=instructions() is not None)
 def exact_dot_int4_affine(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
     """As `exact_dot_int4`, for codes with a scale and an offset a group."""
     _exact_dot_int4_affine(rows, weights, x, out, blocks, stride)
 
 
-@kernel("(int64, int64, int64, int64, int64, int64)")
+@kernel(_SIGNATURE, usable=instructions() is not None)
 def exact_dot_int8(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
     """As `exact_dot_int4`, for 8-bit codes; the scale of an output is not in the result."""
     _exact_dot_int8(rows, weights, x, out, blocks, stride)
 
 
-@kernel("(int64, int64, int64, int64, int64, int64)")
+@kernel(_SIGNATURE, usable=instructions() is not None)
 def exact_dot_int8_grouped(rows: int, weights: int, x: int, out: int, blocks: int, stride: int) -> None:
     """As `exact_dot_int4`, for 8-bit codes with a scale a group."""
     _exact_dot_int8_grouped(rows, weights, x, out, blocks, stride)
 
 
-@kernel("(int64, int64, int64, int64, int64, int64, int64)")
+@kernel("(int64, int64, int64, int64, int64, int64, int64)", usable=instructions() is not None)
 def exact_dot_f32(rows: int, weights: int, x: int, out: int, inputs: int, stride: int, outputs: int) -> None:
     """Up to sixteen rows of a float32 matrix times up to four rows of x; the rest of out comes as it was.
 

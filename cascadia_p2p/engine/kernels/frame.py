@@ -26,12 +26,13 @@ Record: TypeAlias = npt.NDArray[np.void]
 """One record in an array, so that it has an address."""
 
 
-def _record(integers: str, numbers: str = "") -> np.dtype[np.void]:
+def record_of(integers: str, numbers: str = "") -> np.dtype[np.void]:
+    """A record of int64 fields, then float64 ones, by their names."""
     names = [(name, np.int64) for name in integers.split()]
     return np.dtype([*names, *((name, np.float64) for name in numbers.split())], align=True)
 
 
-FRAME: Final = _record(
+FRAME: Final = record_of(
     "rows hidden slots positions before after x normed failed cosines sines pairs "
     "workers items merges places partials partial_numbers"
 )
@@ -42,7 +43,7 @@ For attention: threads; addresses of int32 items and merges [places][8]; address
 partials.
 """
 
-ATTENTION: Final = _record(
+ATTENTION: Final = record_of(
     "q k v r out heads kv_heads dim stored ranks extent window "
     "key_taps value_taps taps key_history value_history depth slots "
     "q_bias k_bias v_bias q_norm k_norm bias keys values blocks table ring",
@@ -51,7 +52,7 @@ ATTENTION: Final = _record(
 """A layer's attention: addresses of projected rows and of the result, sizes, addresses of small weights and
 of the caches. What a family does not have is 0."""
 
-SUM: Final = _record("update taps history tap_count depth slots bias norm layer", "eps")
+SUM: Final = record_of("update taps history tap_count depth slots bias norm layer", "eps")
 """An update of the residual: addresses of float32 update [rows][hidden], of taps and history of its
 convolution or of its bias, of the norm that follows or 0, and the layer's number."""
 

@@ -14,11 +14,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.compiled.addresses import floats, integers, longs
-from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.addresses import floats, integers, longs, pointer
+from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import F32, LANES, add, div, exp, load, mul, splat, store, sub
+from cascadia_p2p.engine.kernels.frame import record_of
+from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.kernels.panels import put_group
 from cascadia_p2p.engine.kernels.products import (
+    ACTIVATIONS,
+    MATRIX,
+    SCRATCH,
     Matrices,
     Matrix,
     Panels,
@@ -31,40 +36,14 @@ from cascadia_p2p.engine.kernels.products import (
 from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, OUTPUTS
 
-MIXTURE: Final = np.dtype(
-    [
-        ("gate", np.int64),
-        ("up", np.int64),
-        ("down", np.int64),
-        ("always_gate", np.int64),
-        ("always_up", np.int64),
-        ("always_down", np.int64),
-        ("routed", np.int64),
-        ("always", np.int64),
-        ("chosen", np.int64),
-        ("outer_floats", np.int64),
-        ("inner_floats", np.int64),
-    ],
-    align=True,
+MIXTURE: Final = record_of(
+    "gate up down always_gate always_up always_down routed always chosen outer_floats inner_floats"
 )
 """A mixture as kernels see it: indexes of its stacks among the matrices, members that are routed and that all
 rows pass, members chosen a row, and whether float32 activations are wanted outside and between the
 products."""
 
-PICKS: Final = np.dtype(
-    [
-        ("x", np.int64),
-        ("result", np.int64),
-        ("ids", np.int64),
-        ("weights", np.int64),
-        ("always", np.int64),
-        ("order", np.int64),
-        ("members", np.int64),
-        ("panels", np.int64),
-        ("counts", np.int64),
-    ],
-    align=True,
-)
+PICKS: Final = record_of("x result ids weights always order members panels counts")
 """Addresses of what a mixture works with.
 
 float32 x and result [rows][width]; int32 ids [rows][chosen] and float32 weights [rows][chosen] of routed
@@ -77,8 +56,11 @@ Mixture: TypeAlias = Any
 Picks: TypeAlias = Any
 Table: TypeAlias = npt.NDArray[np.void]
 
-MIXTURES_TYPE: Final = numba.from_dtype(MIXTURE)[::1]
-PICKS_TYPE: Final = numba.from_dtype(PICKS)[::1]
+MIXING: Final = record_of("counters mixture matrices count picks outer inner rows planes threads scratch")
+"""One call of a mixture: addresses of counters of `PHASES` phases at zero, of `MIXTURE` [1], `MATRIX`
+[count], `PICKS` [1] and of `ACTIVATIONS` [1] each for what goes into gate and up and into down; rows;
+planes of codes; threads; and address of float32 scratch [threads][SCRATCH]."""
+
 
 PHASES: Final = 4
 """Phases of `mix`."""
@@ -381,3 +363,21 @@ def _add(
         at = row * down.outputs + first
         for n in range(min(OUTPUTS, down.outputs - first)):
             result[at + n] += weight * values[place * OUTPUTS + n]
+
+
+@kernel("(int64, int64)", usable=instructions() is not None)
+def work_mixture(own: int, thread: int) -> None:
+    """Rows through a mixture.
+
+    Args:
+        own: address of a `MIXING` record.
+        thread: of the team; see `team.run_team`.
+    """
+    r = numba.carray(pointer(own), (1,), MIXING)[0]
+    mixture = numba.carray(pointer(r.mixture), (1,), MIXTURE)[0]
+    matrices = numba.carray(pointer(r.matrices), (r.count,), MATRIX)
+    picks = numba.carray(pointer(r.picks), (1,), PICKS)[0]
+    outer = numba.carray(pointer(r.outer), (1,), ACTIVATIONS)[0]
+    inner = numba.carray(pointer(r.inner), (1,), ACTIVATIONS)[0]
+    scratch = r.scratch + thread * 4 * SCRATCH
+    mix(r.counters, 0, mixture, matrices, picks, outer, inner, r.rows, r.planes, r.threads, scratch)

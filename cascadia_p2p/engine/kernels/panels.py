@@ -11,21 +11,17 @@ A group with a number that is not finite gets the scale NaN, so that the row's r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 import llvmlite.ir as ir
 import numpy as np
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cascadia_p2p.compiled.addresses import floats
 from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.emitting import Builder, Value, constant, emit_call, spread
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS
-
-# Llvmlite has no types of its own.
-_Builder: TypeAlias = Any
-_Value: TypeAlias = Any
 
 FINEST: Final = 254.0
 """How much finer the second plane is."""
@@ -38,73 +34,57 @@ _LEAST: Final = 1e-30
 """A group whose largest number is smaller counts as zeros: its codes would need factors beyond float32."""
 
 
-def _all(kind: Any, value: float) -> _Value:
-    return ir.Constant(kind, [value] * _LANES)
-
-
-def _call(b: _Builder, name: str, result: object, arguments: Sequence[_Value]) -> _Value:
-    signature = ir.FunctionType(result, [argument.type for argument in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
-
-
-def _spread(b: _Builder, value: _Value) -> _Value:
-    anything = ir.Constant(_FLOATS, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(anything, value, _INT(0)), anything, _all(_INTS, 0))
-
-
-def _place(b: _Builder, address: _Value, offset: int, kind: Any) -> _Value:
+def _place(b: Builder, address: Value, offset: int, kind: Any) -> Value:
     return b.inttoptr(b.add(address, _LONG(offset)), kind.as_pointer())
 
 
-def _store_codes(
-    b: _Builder, values: list[_Value], codes: _Value, offset: int
-) -> tuple[list[_Value], _Value]:
+def _store_codes(b: Builder, values: list[Value], codes: Value, offset: int) -> tuple[list[Value], Value]:
     """Round to codes and store 32 bytes; the rounded numbers, and the sum of the codes."""
-    rounded = [_call(b, "llvm.rint.v16f32", _FLOATS, (value,)) for value in values]
+    rounded = [emit_call(b, "llvm.rint.v16f32", _FLOATS, (value,)) for value in values]
     whole = [b.fptosi(value, _INTS) for value in rounded]
     for half, code in enumerate(whole):
         b.store(b.trunc(code, _BYTES), _place(b, codes, offset + 16 * half, _BYTES), align=1)
-    total = _call(b, "llvm.vector.reduce.add.v16i32", _INT, (b.add(*whole),))
+    total = emit_call(b, "llvm.vector.reduce.add.v16i32", _INT, (b.add(*whole),))
     return rounded, total
 
 
-def _emit(b: _Builder, planes: int, arguments: Sequence[_Value]) -> None:
+def _emit(b: Builder, planes: int, arguments: Sequence[Value]) -> None:
     x, codes, scales, offsets = arguments
     values = []
     for half in range(2):
         value = b.load(_place(b, x, 64 * half, _FLOATS), typ=_FLOATS)
         value.align = 4
         values.append(value)
-    sizes = [_call(b, "llvm.fabs.v16f32", _FLOATS, (value,)) for value in values]
+    sizes = [emit_call(b, "llvm.fabs.v16f32", _FLOATS, (value,)) for value in values]
     larger = b.select(b.fcmp_ordered(">", sizes[0], sizes[1]), sizes[0], sizes[1])
-    largest = _call(b, "llvm.vector.reduce.fmax.v16f32", _FLOAT, (larger,))
+    largest = emit_call(b, "llvm.vector.reduce.fmax.v16f32", _FLOAT, (larger,))
     # Zero, unless some number is infinite or none at all.
-    zeros = [b.fmul(value, _all(_FLOATS, 0.0)) for value in values]
-    good = [b.fcmp_ordered("==", zero, _all(_FLOATS, 0.0)) for zero in zeros]
-    finite = _call(b, "llvm.vector.reduce.and.v16i1", ir.IntType(1), (b.and_(*good),))
+    zeros = [b.fmul(value, constant(_FLOATS, 0.0)) for value in values]
+    good = [b.fcmp_ordered("==", zero, constant(_FLOATS, 0.0)) for zero in zeros]
+    finite = emit_call(b, "llvm.vector.reduce.and.v16i1", ir.IntType(1), (b.and_(*good),))
     there = b.and_(b.fcmp_ordered(">=", largest, _FLOAT(float(np.float32(_LEAST)))), finite)
     factor = b.select(there, b.fdiv(_FLOAT(127.0), largest), _FLOAT(0.0))
     scale = b.select(there, b.fdiv(largest, _FLOAT(127.0)), _FLOAT(0.0))
     scale = b.select(finite, scale, _FLOAT(float("nan")))
     # What is not finite would not convert to an integer.
-    values = [b.select(keep, value, _all(_FLOATS, 0.0)) for keep, value in zip(good, values, strict=True)]
-    scaled = [b.fmul(value, _spread(b, factor)) for value in values]
+    values = [b.select(keep, value, constant(_FLOATS, 0.0)) for keep, value in zip(good, values, strict=True)]
+    scaled = [b.fmul(value, spread(b, factor, _LANES)) for value in values]
     rounded, total = _store_codes(b, scaled, codes, 0)
     b.store(scale, _place(b, scales, 0, _FLOAT), align=4)
-    b.store(b.neg(total), _place(b, offsets, 0, _INT), align=4)
+    b.store(b.mul(total, _INT(-8)), _place(b, offsets, 0, _INT), align=4)
     if planes == 1:
         return
-    rests = [b.fmul(b.fsub(v, r), _all(_FLOATS, FINEST)) for v, r in zip(scaled, rounded, strict=True)]
+    rests = [b.fmul(b.fsub(v, r), constant(_FLOATS, FINEST)) for v, r in zip(scaled, rounded, strict=True)]
     _, total = _store_codes(b, rests, codes, 32)
     b.store(b.fdiv(scale, _FLOAT(FINEST)), _place(b, scales, 4, _FLOAT), align=4)
-    b.store(b.neg(total), _place(b, offsets, 4, _INT), align=4)
+    b.store(b.mul(total, _INT(-8)), _place(b, offsets, 4, _INT), align=4)
 
 
 def _coder(planes: int) -> Callable[[int, int, int, int], None]:
     name = f"code_group_{planes}"
 
     def code(typing: object, x: object, codes: object, scales: object, offsets: object) -> object:
-        def generate(context: Any, builder: _Builder, sig: object, arguments: Sequence[_Value]) -> _Value:
+        def generate(context: Any, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
             function = builder.module.globals.get(name)
             if function is None:
                 function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [_LONG] * 4), name)
@@ -135,23 +115,26 @@ def put_codes(
         inputs: how many; groups behind them, up to whole blocks, are zeros.
         codes: address of the panel's int8 [groups][rows * planes][32].
         scales: address of its float32 [groups][rows * planes].
-        offsets: address of its int32 [groups][rows * planes], minus the sums of the codes.
+        offsets: address of its int32 [groups][rows * planes], minus the sums of the codes times 8.
         rows: of the panel.
         row: the row's place.
         planes: 1 or 2.
     """
     whole = inputs // GROUP
     wide = rows * planes
-    for g in range((inputs + INPUTS - 1) // INPUTS * 2):
-        place = g * wide + row * planes
-        if g < whole:
-            put_group(x + 128 * g, codes, scales, offsets, place, planes)
-            continue
-        rest = np.zeros(GROUP, np.float32)
-        source = floats(x, inputs)
-        for k in range(g * GROUP, inputs):
-            rest[k - g * GROUP] = source[k]
-        put_group(rest.ctypes.data, codes, scales, offsets, place, planes)
+    for g in range(whole):
+        put_group(x + 128 * g, codes, scales, offsets, g * wide + row * planes, planes)
+    groups = (inputs + INPUTS - 1) // INPUTS * (INPUTS // GROUP)
+    if groups == whole:
+        return
+    # Lives until its last use, which has to come after the last read by address.
+    rest = np.zeros(INPUTS, np.float32)
+    source = floats(x, inputs)
+    for k in range(whole * GROUP, inputs):
+        rest[k - whole * GROUP] = source[k]
+    for g in range(whole, groups):
+        at = rest.ctypes.data + 4 * GROUP * (g - whole)
+        put_group(at, codes, scales, offsets, g * wide + row * planes, planes)
 
 
 @part

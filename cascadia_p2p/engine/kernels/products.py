@@ -13,8 +13,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from cascadia_p2p.compiled.addresses import call, floats
-from cascadia_p2p.compiled.compiling import address, part
+from cascadia_p2p.compiled.addresses import call, floats, pointer
+from cascadia_p2p.compiled.compiling import address, kernel, part
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.dots import dot_int4, dot_int4_affine, dot_int8, dot_int8_grouped
 from cascadia_p2p.engine.kernels.exact_dots import (
@@ -25,6 +25,7 @@ from cascadia_p2p.engine.kernels.exact_dots import (
     exact_dot_int8,
     exact_dot_int8_grouped,
 )
+from cascadia_p2p.engine.kernels.frame import record_of
 from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.kernels.panels import put_codes, put_floats
 from cascadia_p2p.engine.kernels.team import claim, done, wait
@@ -55,22 +56,7 @@ _SHARES: Final = 32
 _LEAST_CHUNK: Final = 48 * 2**10
 """Bytes of weights that are worth a claim."""
 
-MATRIX: Final = np.dtype(
-    [
-        ("codes", np.int64),
-        ("scales", np.int64),
-        ("encoding", np.int64),
-        ("outputs", np.int64),
-        ("inputs", np.int64),
-        ("blocks", np.int64),
-        ("high", np.int64),
-        ("block_row", np.int64),
-        ("target", np.int64),
-        ("dot", np.int64),
-        ("exact_dot", np.int64),
-    ],
-    align=True,
-)
+MATRIX: Final = record_of("codes scales encoding outputs inputs blocks high block_row target dot exact_dot")
 """A stored matrix, or a stack of such, as kernels see it.
 
 Addresses of codes and scales, the encoding's number, outputs, inputs, blocks of inputs, blocks of outputs,
@@ -78,17 +64,20 @@ bytes of a block row, the address that a product's float32 [rows][outputs] goes 
 for codes and for float32 activations.
 """
 
-ACTIVATIONS: Final = np.dtype(
-    [("codes", np.int64), ("scales", np.int64), ("offsets", np.int64), ("numbers", np.int64)], align=True
-)
+ACTIVATIONS: Final = record_of("codes scales offsets numbers")
 """Addresses of a set of panels: see `panels`; `numbers` are float32 rows of whole blocks."""
 
 Matrix: TypeAlias = Any
 Matrices: TypeAlias = npt.NDArray[np.void]
 Panels: TypeAlias = Any
 
-MATRICES_TYPE: Final = numba.from_dtype(MATRIX)[::1]
-PANELS_TYPE: Final = numba.from_dtype(ACTIVATIONS)[::1]
+PROJECTING: Final = record_of("counters matrices count panels x rows planes floats_too threads scratch")
+"""One call of several matrices: addresses of counters of two phases at zero, of `MATRIX` [count] and
+`ACTIVATIONS` [1], of float32 x [rows][inputs]; planes of codes, whether float32 numbers are wanted beside
+them; threads; and address of float32 scratch [threads][SCRATCH]."""
+
+SCRATCH: Final = 4 * 8 * OUTPUTS
+"""Float32 numbers that a thread works in while it multiplies."""
 
 
 def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
@@ -100,16 +89,15 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     block = matrix.encoding.block_bytes
     if matrix.encoding not in _KINDS:
         raise CascadiaError(f"kernels do not multiply {matrix.encoding} matrices: export the model again")
-    whole = matrix.codes.flags.c_contiguous and (block is None or matrix.codes.dtype == np.uint8)
-    if not whole or (block is not None and matrix.codes.ctypes.data % ALIGNMENT):
-        raise CascadiaError(
-            f"a matrix {list(matrix.shape)} of {matrix.encoding} does not lie in one piece at a multiple of "
-            f"{ALIGNMENT} bytes, as the kernels read it"
-        )
+    if len(matrix.shape) < 2 or min(matrix.shape) < 1:
+        raise CascadiaError(f"{list(matrix.shape)} is not the shape of a matrix or of a stack of such")
+    _check_memory(matrix, matrix.codes, *((np.float32, 4) if block is None else (np.uint8, ALIGNMENT)))
     expect("codes", matrix.codes, _codes_shape(matrix))
     if matrix.encoding is Encoding.INT8:
         outputs = -(-matrix.outputs // OUTPUTS) * OUTPUTS
-        expect("scales", np.asarray(matrix.scales), (*matrix.shape[:-2], outputs))
+        scales = np.asarray(matrix.scales)
+        expect("scales", scales, (*matrix.shape[:-2], outputs))
+        _check_memory(matrix, scales, np.float32, 4)
     blocks = -(-matrix.inputs // INPUTS)
     record["codes"] = matrix.codes.ctypes.data
     record["scales"] = 0 if matrix.scales is None else matrix.scales.ctypes.data
@@ -121,6 +109,14 @@ def describe(record: np.void, matrix: StoredMatrix, target: int = 0) -> None:
     record["blocks"], record["high"] = blocks, -(-matrix.outputs // OUTPUTS)
     record["block_row"] = OUTPUTS * 4 * matrix.inputs if block is None else blocks * block
     record["target"] = target
+
+
+def _check_memory(matrix: StoredMatrix, array: npt.NDArray[Any], kind: type, alignment: int) -> None:
+    if array.dtype != kind or not array.flags.c_contiguous or array.ctypes.data % alignment:
+        raise CascadiaError(
+            f"a matrix {list(matrix.shape)} of {matrix.encoding} does not lie as {np.dtype(kind)} in one "
+            f"piece at a multiple of {alignment} bytes, as the kernels read it"
+        )
 
 
 def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:
@@ -342,3 +338,19 @@ def fill_row(x: int, inputs: int, panels: Panels, rows: int, row: int, planes: i
     put_row(
         x, inputs, panels, start, panel_start(rows, parts, p + 1) - start, row - start, planes, floats_too
     )
+
+
+@kernel("(int64, int64)", usable=_chosen is not None)
+def work_projections(own: int, thread: int) -> None:
+    """Rows through several matrices.
+
+    Args:
+        own: address of a `PROJECTING` record.
+        thread: of the team; see `team.run_team`.
+    """
+    p = numba.carray(pointer(own), (1,), PROJECTING)[0]
+    matrices = numba.carray(pointer(p.matrices), (p.count,), MATRIX)
+    panels = numba.carray(pointer(p.panels), (1,), ACTIVATIONS)[0]
+    scratch = p.scratch + thread * 4 * SCRATCH
+    fill_panels(p.counters, 0, p.x, matrices[0].inputs, panels, p.rows, p.planes, p.floats_too != 0)
+    project(p.counters, 1, matrices, 0, p.count, panels, p.rows, p.planes, p.threads, scratch)

@@ -7,22 +7,33 @@ record names by their addresses (`frame`), and whether it has a router.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba import prange, types
 
-from cascadia_p2p.compiled.addresses import I64, call, cycles, floats, integers, pointer, rows_of, table_of
-from cascadia_p2p.compiled.compiling import part, twin_kernels
+from cascadia_p2p.compiled.addresses import (
+    I64,
+    call,
+    cycles,
+    floats,
+    integers,
+    longs,
+    pointer,
+    rows_of,
+    table_of,
+)
+from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import F32
 from cascadia_p2p.engine.kernels.attention_items import ITEM, merge_item, plan_items
-from cascadia_p2p.engine.kernels.frame import FRAME, attention_at
-from cascadia_p2p.engine.kernels.mixture import MIXTURES_TYPE, PHASES, PICKS_TYPE, mix
+from cascadia_p2p.engine.kernels.frame import FRAME, attention_at, record_of
+from cascadia_p2p.engine.kernels.instructions import instructions
+from cascadia_p2p.engine.kernels.mixture import MIXTURE, PHASES, PICKS, mix
 from cascadia_p2p.engine.kernels.products import (
-    MATRICES_TYPE,
-    PANELS_TYPE,
+    ACTIVATIONS,
+    MATRIX,
+    SCRATCH,
     fill_panels,
     fill_row,
     project,
@@ -30,60 +41,28 @@ from cascadia_p2p.engine.kernels.products import (
 from cascadia_p2p.engine.kernels.router import TILE, choose, logits_of_tile, weigh
 from cascadia_p2p.engine.kernels.team import announce, announced, claim, done, wait
 
-LAYER: Final = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in [
-                "first_matrix",
-                "matrices",
-                "in_floats",
-                "output",
-                "out_floats",
-                "attention",
-                "append",
-                "attend",
-                "remember_attention",
-                "after_attention",
-                "after_mlp",
-                "add",
-                "remember_sum",
-                "router",
-                "mixture",
-                "picks",
-            ]
-        )
-    ],
-    align=True,
+LAYER: Final = record_of(
+    "first_matrix matrices in_floats output out_floats attention append attend remember_attention "
+    "after_attention after_mlp add remember_sum router mixture picks"
 )
 """A layer: index and number of its inward projections, index of the output projection, and whether either
 takes float32 activations; addresses of its `ATTENTION` record and of the steps on it, of its two `SUM`
 records and of the steps on them (0 for one that the family does not have), of its `ROUTER` record or 0;
 indexes of mixture and picks."""
 
-ROUTER: Final = np.dtype(
-    [
-        *(
-            (name, np.int64)
-            for name in [
-                "weight",
-                "bias",
-                "logits",
-                "scores",
-                "ids",
-                "weights",
-                "shared",
-                "chosen",
-                "routed",
-                "always",
-            ]
-        ),
-        ("scale", np.float64),
-    ],
-    align=True,
-)
+ROUTER: Final = record_of("weight bias logits scores ids weights shared chosen routed always", "scale")
 """A router: addresses of its weight float32 [routed + always][hidden] and bias float32 [routed], of float32
 logits [rows][routed + always] and scores [rows][routed], and of what comes out, see `Router`."""
+
+RUN: Final = record_of(
+    "counters frame layers mixtures matrices matrix_count picks panels first last planes threads "
+    "scratch work work_numbers ticks"
+)
+"""One call of the program: addresses of the team's counters, `LAYER_PHASES` phases a layer and one more, at
+zero; of `FRAME` [1], `LAYER` [n], `MIXTURE` [n], `MATRIX` [matrix_count], `PICKS` [n] and `ACTIVATIONS`
+[4]; the layer to start with and the one to stop in front of; planes of codes of activations; threads; and
+addresses of float32 scratch [threads][SCRATCH] for products, work [threads][work_numbers] for attention,
+and int64 ticks [len(PARTS)], to which processor cycles are added."""
 
 HIDDEN, ATTENDED, OUTER, INNER = 0, 1, 2, 3
 """The sets of panels: of normed rows, of attention's results, and of what goes into gate and up, and into
@@ -94,15 +73,16 @@ PARTS: Final = ("projections", "attention", "router", "experts", "dense", "glue"
 
 _PROJECTIONS, _ATTENTION, _ROUTER, _EXPERTS, _DENSE, _GLUE = range(6)
 
-LAYER_PHASES: Final = 16 + PHASES
-"""Phases of a layer, at most, the entry among them."""
+_HALF: Final = 9
+"""Phases of a layer up to its router."""
+
+LAYER_PHASES: Final = _HALF + 4 + PHASES
+"""Phases of a layer; in front of the first one there is one more."""
 
 _APPENDED: Final = 4
 """Heads that one chunk appends."""
 
 Table: TypeAlias = npt.NDArray[np.void]
-_FRAMES: Final = numba.from_dtype(FRAME)[::1]
-_LAYERS: Final = numba.from_dtype(LAYER)[::1]
 
 
 @part
@@ -257,165 +237,101 @@ def _route(counters: int, phase: int, address: int, frame: Any) -> None:
     wait(counters, phase + 1, rows)
 
 
+class _Tables(NamedTuple):
+    """What `RUN` names of the stage."""
+
+    frames: Table
+    layers: Table
+    mixtures: Table
+    matrices: Table
+    picks: Table
+    panels: Table
+
+
+class _Worker(NamedTuple):
+    """A thread of the team, and what it works in: see `RUN`."""
+
+    counters: int
+    planes: int
+    threads: int
+    thread: int
+    scratch: int
+    work: F32
+    ticks: I64
+
+
 @part
-def _work(
-    counters: int,
-    frames: Table,
-    layers: Table,
-    mixtures: Table,
-    matrices: Table,
-    picks: Table,
-    panels: Table,
-    first: int,
-    last: int,
-    planes: int,
-    threads: int,
-    thread: int,
-    scratch: int,
-    work: F32,
-    ticks: I64,
-    start: int,
-) -> None:
+def _attention_half(t: _Tables, w: _Worker, index: int, phase: int, at: int) -> int:
+    """Projections, attention and its sum: nine phases from `phase` on; the time now."""
+    layer, frame, now, rows = t.layers[index], t.frames[0], t.frames.ctypes.data, t.frames[0].rows
+    normed, attended = t.panels[HIDDEN], t.panels[ATTENDED]
+    first, count = layer.first_matrix, layer.matrices
+    c, planes, threads = w.counters, w.planes, w.threads
+    project(c, phase, t.matrices, first, count, normed, rows, planes, threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _PROJECTIONS, at)
+    _append(c, phase + 1, layer, frame, now)
+    _plan(c, phase + 2, layer, frame, now)
+    _attend(c, phase + 3, layer, frame, now, w.work)
+    at = _tick(w.ticks, w.thread, _ATTENTION, at)
+    a = attention_at(layer.attention)
+    fill_panels(c, phase + 5, a.out, a.heads * a.dim, attended, rows, planes, layer.out_floats != 0)
+    at = _tick(w.ticks, w.thread, _GLUE, at)
+    project(c, phase + 6, t.matrices, layer.output, 1, attended, rows, planes, threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _PROJECTIONS, at)
+    _sum(c, phase + 7, layer, layer.after_attention, frame, now, normed, planes, 0, False)
+    return _tick(w.ticks, w.thread, _GLUE, at)
+
+
+@part
+def _mixture_half(t: _Tables, w: _Worker, index: int, last: int, phase: int, at: int) -> int:
+    """Router, mixture and its sum, which fills the next layer's panels: four phases and those of `mix`."""
+    layer, frame, now = t.layers[index], t.frames[0], t.frames.ctypes.data
+    c, planes = w.counters, w.planes
+    if layer.router != 0:
+        _route(c, phase, layer.router, frame)
+        at = _tick(w.ticks, w.thread, _ROUTER, at)
+    mixture, picks = t.mixtures[layer.mixture], t.picks[layer.picks]
+    outer, inner = t.panels[OUTER], t.panels[INNER]
+    mix(c, phase + 2, mixture, t.matrices, picks, outer, inner, frame.rows, planes, w.threads, w.scratch)
+    at = _tick(w.ticks, w.thread, _EXPERTS if layer.router != 0 else _DENSE, at)
+    more = index + 1 < last
+    floats_too = t.layers[index + 1].in_floats if more else 0
+    phase += 2 + PHASES
+    _sum(c, phase, layer, layer.after_mlp, frame, now, t.panels[HIDDEN], planes, floats_too, more)
+    return _tick(w.ticks, w.thread, _GLUE, at)
+
+
+@part
+def _work(t: _Tables, w: _Worker, first: int, last: int, start: int) -> None:
     """What every thread of the team does."""
-    frame, now = frames[0], frames.ctypes.data
-    rows, at = frame.rows, start
-    fill_panels(
-        counters, 0, frame.normed, frame.hidden, panels[HIDDEN], rows, planes, layers[first].in_floats != 0
-    )
-    at = _tick(ticks, thread, _GLUE, at)
+    frame, floats_too = t.frames[0], t.layers[first].in_floats != 0
+    fill_panels(w.counters, 0, frame.normed, frame.hidden, t.panels[HIDDEN], frame.rows, w.planes, floats_too)
+    at = _tick(w.ticks, w.thread, _GLUE, start)
     for index in range(first, last):
-        layer, phase = layers[index], (index - first) * LAYER_PHASES
-        project(
-            counters,
-            phase + 1,
-            matrices,
-            layer.first_matrix,
-            layer.matrices,
-            panels[HIDDEN],
-            rows,
-            planes,
-            threads,
-            scratch,
-        )
-        at = _tick(ticks, thread, _PROJECTIONS, at)
-        _append(counters, phase + 2, layer, frame, now)
-        _plan(counters, phase + 3, layer, frame, now)
-        _attend(counters, phase + 4, layer, frame, now, work)
-        at = _tick(ticks, thread, _ATTENTION, at)
-        a = attention_at(layer.attention)
-        width = a.heads * a.dim
-        fill_panels(counters, phase + 6, a.out, width, panels[ATTENDED], rows, planes, layer.out_floats != 0)
-        at = _tick(ticks, thread, _GLUE, at)
-        project(
-            counters, phase + 7, matrices, layer.output, 1, panels[ATTENDED], rows, planes, threads, scratch
-        )
-        at = _tick(ticks, thread, _PROJECTIONS, at)
-        _sum(counters, phase + 8, layer, layer.after_attention, frame, now, panels[HIDDEN], planes, 0, False)
-        at = _tick(ticks, thread, _GLUE, at)
-        if layer.router != 0:
-            _route(counters, phase + 10, layer.router, frame)
-            at = _tick(ticks, thread, _ROUTER, at)
-        mix(
-            counters,
-            phase + 12,
-            mixtures[layer.mixture],
-            matrices,
-            picks[layer.picks],
-            panels[OUTER],
-            panels[INNER],
-            rows,
-            planes,
-            threads,
-            scratch,
-        )
-        at = _tick(ticks, thread, _EXPERTS if layer.router != 0 else _DENSE, at)
-        following = index + 1 < last
-        in_floats = layers[index + 1].in_floats if following else 0
-        _sum(
-            counters,
-            phase + 12 + PHASES,
-            layer,
-            layer.after_mlp,
-            frame,
-            now,
-            panels[HIDDEN],
-            planes,
-            in_floats,
-            following,
-        )
-        at = _tick(ticks, thread, _GLUE, at)
+        phase = (index - first) * LAYER_PHASES + 1
+        at = _attention_half(t, w, index, phase, at)
+        at = _mixture_half(t, w, index, last, phase + _HALF, at)
 
 
-@twin_kernels(
-    (
-        types.int64[::1],
-        _FRAMES,
-        _LAYERS,
-        MIXTURES_TYPE,
-        MATRICES_TYPE,
-        PICKS_TYPE,
-        PANELS_TYPE,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.int64,
-        types.float32[:, ::1],
-        types.float32[:, ::1],
-        types.int64[::1],
-    )
-)
-def run_layers(
-    counters: I64,
-    frames: Table,
-    layers: Table,
-    mixtures: Table,
-    matrices: Table,
-    picks: Table,
-    panels: Table,
-    first: int,
-    last: int,
-    planes: int,
-    threads: int,
-    scratch: F32,
-    work: F32,
-    ticks: I64,
-) -> None:
+@kernel("(int64, int64)", usable=instructions() is not None)
+def work_layers(own: int, thread: int) -> None:
     """Take a frame, whose rows are normalised for the first of the layers, through some layers.
 
     Args:
-        counters: int64, of the team, `LAYER_PHASES` phases a layer and one more.
-        frames: `FRAME` [1].
-        layers: `LAYER` [n].
-        mixtures: `MIXTURE` [n].
-        matrices: `MATRIX` [n].
-        picks: `PICKS` [n].
-        panels: `ACTIVATIONS` [4].
-        first: layer to start with.
-        last: layer to stop in front of.
-        planes: of codes of activations, or `EXACT`.
-        threads: of the team.
-        scratch: float32 [threads, 512], for products.
-        work: float32 [threads, n], for attention.
-        ticks: int64 [len(PARTS)], to which processor cycles are added.
+        own: address of a `RUN` record.
+        thread: of the team; see `team.run_team`.
     """
-    counters[:] = 0
-    start = cycles()
-    for thread in prange(threads):
-        _work(
-            counters.ctypes.data,
-            frames,
-            layers,
-            mixtures,
-            matrices,
-            picks,
-            panels,
-            first,
-            last,
-            planes,
-            threads,
-            thread,
-            scratch.ctypes.data + 4 * thread * scratch.shape[1],
-            work[thread],
-            ticks,
-            start,
-        )
+    run = numba.carray(pointer(own), (1,), RUN)[0]
+    tables = _Tables(
+        numba.carray(pointer(run.frame), (1,), FRAME),
+        numba.carray(pointer(run.layers), (run.last,), LAYER),
+        numba.carray(pointer(run.mixtures), (run.last,), MIXTURE),
+        numba.carray(pointer(run.matrices), (run.matrix_count,), MATRIX),
+        numba.carray(pointer(run.picks), (run.last,), PICKS),
+        numba.carray(pointer(run.panels), (4,), ACTIVATIONS),
+    )
+    scratch = run.scratch + thread * 4 * SCRATCH
+    work = floats(run.work + thread * 4 * run.work_numbers, run.work_numbers)
+    ticks = longs(run.ticks, len(PARTS))
+    worker = _Worker(run.counters, run.planes, run.threads, thread, scratch, work, ticks)
+    _work(tables, worker, run.first, run.last, cycles())

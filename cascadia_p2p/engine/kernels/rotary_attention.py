@@ -198,10 +198,6 @@ def _kernel(storage: Storage) -> Callable[..., None]:
     return twin_kernels(signature, f"rotary_{storage}")(_attend)
 
 
-# Where keys and values are float32 the kernel is warmed up with all others.
-_kernel("f32")
-
-
 @dataclass(frozen=True, slots=True)
 class RotarySizes:
     """The sizes of one layer's attention.
@@ -260,6 +256,7 @@ class RotaryAttention:
         table: int32 [slots, n], the blocks of each slot; shared with other layers of the same window.
         eps: of the norms of queries and keys.
         storage: how keys and values are kept.
+        alone: whether it is called by itself, rather than as steps of a stage's program.
 
     Raises:
         CascadiaError: a weight has another shape.
@@ -272,6 +269,7 @@ class RotaryAttention:
         table: I32,
         eps: float,
         storage: Storage = "f32",
+        alone: bool = True,
     ) -> None:
         widths = {"q_bias": sizes.heads, "k_bias": sizes.kv_heads, "v_bias": sizes.kv_heads}
         shapes = {name: heads * sizes.dim for name, heads in widths.items()}
@@ -281,7 +279,7 @@ class RotaryAttention:
                 expect(name, array, (length,))
         self._sizes = sizes
         self._keys, self._values = new_blocks(int(table.max()) + 1, sizes.kv_heads, sizes.dim, storage)
-        self._run = _kernel(storage)
+        self._run = _kernel(storage) if alone else None
         # Kernels that only some stages need are compiled here, not at the first frame.
         warm_up()
         self._state = (
@@ -334,6 +332,7 @@ class RotaryAttention:
         expect("cosines", cosines, (count, sizes.pairs))
         expect("sines", sines, (count, sizes.pairs))
         expect("out", out, q.shape)
+        assert self._run is not None, "its program has to call it"
         self._run(
             q,
             k,

@@ -17,10 +17,10 @@ import sys
 from typing import Final
 
 import numpy as np
-from numba import types
+from numba import prange, types
 
-from cascadia_p2p.compiled.addresses import I64, fetch_add, load_acquire, longs, pause
-from cascadia_p2p.compiled.compiling import part
+from cascadia_p2p.compiled.addresses import I64, call, fetch_add, load_acquire, longs, pause
+from cascadia_p2p.compiled.compiling import part, twin_kernels
 
 STRIDE: Final = 16
 """Int64 numbers a phase."""
@@ -71,6 +71,20 @@ def wait(counters: int, phase: int, chunks: int) -> None:
             pause()
         else:
             _yield()
+
+
+@twin_kernels("(int64, int64, int64)")
+def run_team(work: int, own: int, threads: int) -> None:
+    """Let every thread of a team do a piece of work: a kernel that takes a record's address and a thread's
+    number.
+
+    Args:
+        work: the kernel's address.
+        own: the record's, which names counters that stand at zero.
+        threads: of the team.
+    """
+    for thread in prange(threads):
+        call(work, (own, thread))
 
 
 def new_counters(phases: int) -> I64:

@@ -7,8 +7,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.mixture import PICKS
 from cascadia_p2p.engine.kernels.products import ACTIVATIONS, EXACT, MATRIX, describe
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.matrices.encoding import GROUP, INPUTS, Encoding, StoredMatrix
 
 Record = npt.NDArray[np.void]
@@ -104,8 +106,16 @@ def describe_mixture(
         routed: stacks of those of which a row takes `chosen`.
         always: stacks, or single matrices, of those that every row takes.
         chosen: routed members a row.
+
+    Raises:
+        CascadiaError: shapes that do not belong together.
     """
     stacks = [stack for stack in (routed, always) if stack is not None]
+    for each in stacks:
+        _check_gated(each, stacks[0])
+    most = 0 if routed is None else routed[0].shape[0]
+    if (routed is not None and len(routed[0].shape) != 3) or not min(most, 1) <= chosen <= most:
+        raise CascadiaError(f"a row can not choose {chosen} of {most} experts")
     for prefix, stack, count in (("", routed, "routed"), ("always_", always, "always")):
         if stack is None:
             continue
@@ -115,6 +125,19 @@ def describe_mixture(
     record["chosen"] = chosen
     record["outer_floats"] = wants_floats(*(each for gate, up, _ in stacks for each in (gate, up)))
     record["inner_floats"] = wants_floats(*(down for _, _, down in stacks))
+
+
+def _check_gated(
+    stack: tuple[StoredMatrix, StoredMatrix, StoredMatrix],
+    like: tuple[StoredMatrix, StoredMatrix, StoredMatrix],
+) -> None:
+    """All members of a mixture have the width and the inner width of its first stack."""
+    gate, up, down = stack
+    count = gate.shape[:-2][:1]
+    inner, width = like[0].shape[-2:]
+    expect("gate", gate, (*count, inner, width))
+    expect("up", up, (*count, inner, width))
+    expect("down", down, (*count, width, inner))
 
 
 def new_picks(workspace: Workspace, rows: int, chosen: int, members: int, always: int) -> Record:

@@ -184,7 +184,7 @@ class _Builder:
 
     def _parts(self, number: int) -> LayerParts:
         c, at = self.config, f"layers.{number}."
-        attention, after_attention = self._attention(number), self._after_attention(number)
+        attention, after_attention = self._attention(number, alone=False), self._after_attention(number)
         after_mlp, sparse = self._after_mlp(number), c.sparse[number]
         scale = 1.0 if sparse else self._scale(at)
         return LayerParts(
@@ -227,7 +227,7 @@ class _Builder:
         weight = self.weight("head.weight", self.config.vocab_valid, self.config.hidden)
         return self.backend.projections([weight], "head")
 
-    def _attention(self, number: int) -> Attention:
+    def _attention(self, number: int, *, alone: bool = True) -> Attention:
         c, plan = self.config, self.plan
         shape, at = c.attention[number], f"layers.{number}."
         sizes = attention_sizes(c, shape)
@@ -244,7 +244,8 @@ class _Builder:
         scaling = None
         if shape.kind == "global" and c.log_scaling_floor is not None:
             scaling = (c.log_scaling_floor, c.log_scaling_alpha)
-        return Attention(sizes, weights, self._tables[positions], plan.rewind, c.eps, scaling, plan.storage)
+        table = self._tables[positions]
+        return Attention(sizes, weights, table, plan.rewind, c.eps, scaling, plan.storage, alone)
 
     def _convolution(self, number: int, name: str, norm: F32 | None) -> ResidualConvolution:
         c, plan = self.config, self.plan

@@ -167,7 +167,7 @@ class _Builder:
         )
 
     def _parts(self, number: int) -> LayerParts:
-        attention = self._attention(number, f"layers.{number}.")
+        attention = self._attention(number, f"layers.{number}.", alone=False)
         sums = self._sums(number)
         return LayerParts(
             number,
@@ -210,7 +210,7 @@ class _Builder:
     def _weight(self, name: str, *shape: int) -> StoredMatrix:
         return checked_matrix(self.source, name, *shape)
 
-    def _attention(self, number: int, at: str) -> RotaryAttention:
+    def _attention(self, number: int, at: str, *, alone: bool = True) -> RotaryAttention:
         c, plan = self.config, self.plan
         window = c.windows[number]
         sizes = RotarySizes(c.heads, c.kv_heads, c.head_dim, c.rotary.dims // 2, window)
@@ -224,7 +224,7 @@ class _Builder:
         positions = cached_positions(plan.promise, window, plan.rewind)
         if positions not in self._tables:
             self._tables[positions] = block_table(plan.promise.slots, positions)
-        return RotaryAttention(sizes, weights, self._tables[positions], c.eps, plan.storage)
+        return RotaryAttention(sizes, weights, self._tables[positions], c.eps, plan.storage, alone)
 
     def _maybe(self, there: bool, name: str, width: int) -> F32:
         return self.small(name, width) if there else np.empty(0, np.float32)

@@ -1,4 +1,4 @@
-"""Pieces of control flow that kernels written as LLVM instructions share."""
+"""What kernels and operations written as LLVM instructions share."""
 
 from __future__ import annotations
 
@@ -6,20 +6,46 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import llvmlite.ir as ir
+from numba.core import cgutils
 
 # Llvmlite has no types of its own.
-_Builder: TypeAlias = Any
-_Value: TypeAlias = Any
+Builder: TypeAlias = Any
+Value: TypeAlias = Any
 
-_LONG = ir.IntType(64)
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
+
+
+def emit_call(b: Builder, name: str, result: object, arguments: Sequence[Value]) -> Value:
+    """Call a function, usually one of LLVM's own, by its name."""
+    signature = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
+
+
+def constant(kind: Any, value: float) -> Value:
+    """A vector with the same number in every lane."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def spread(b: Builder, value: Value, lanes: int) -> Value:
+    """A vector with a value in every lane."""
+    anything = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+    first = b.insert_element(anything, value, _INT(0))
+    return b.shuffle_vector(first, anything, constant(ir.VectorType(_INT, lanes), 0))
+
+
+def load_behind(b: Builder, base: Value, offset: int, kind: Any, align: int) -> Value:
+    """What lies so many bytes behind a pointer to bytes."""
+    value = b.load(b.bitcast(b.gep(base, [_LONG(offset)]), kind.as_pointer()), typ=kind)
+    value.align = align
+    return value
 
 
 def emit_loop(
-    b: _Builder,
-    count: _Value,
-    initial: Sequence[_Value],
-    body: Callable[[_Value, list[_Value]], list[_Value]],
-) -> list[_Value]:
+    b: Builder,
+    count: Value,
+    initial: Sequence[Value],
+    body: Callable[[Value, list[Value]], list[Value]],
+) -> list[Value]:
     """`for i in range(count): values = body(i, values)` for a count of one or more; the last values."""
     before = b.block
     head, behind = b.function.append_basic_block("loop"), b.function.append_basic_block("behind")
@@ -43,8 +69,8 @@ def emit_loop(
 
 
 def function_by_rows(
-    module: Any, name: str, arguments: int, most: int, emit: Callable[[_Builder, int, Sequence[_Value]], None]
-) -> _Value:
+    module: Any, name: str, arguments: int, most: int, emit: Callable[[Builder, int, Sequence[Value]], None]
+) -> Value:
     """A function of int64 arguments whose first is a number of rows, with code of its own for each number.
 
     A function of its own keeps its caller small, and either's registers out of the other's way.
