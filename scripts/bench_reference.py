@@ -6,8 +6,9 @@ Needs the `reference` extra, here or in the interpreter of `--reference-python`.
 width 1024 with 32 routed and 2 shared experts, top 6. transformers runs it with torch on the CPU in BF16 and
 FP32, with the attention and the way through experts that it chooses by itself (named in the JSON; another by
 `--experts`); ours is the usual export, 4-bit experts and 8-bit projections and head, in `fine` and `fast`, on
-one node. Each engine has a process of its own, and all of them take the same ids, so that rows choose the same experts.
-Decoding starts at 64 positions; a call is a step of all streams, with the choice of their tokens.
+one node. Each engine has a process of its own, and all of them take the same ids, so that rows choose the
+same experts. Decoding starts at 64 positions; a call is a step of all streams, with the choice of their
+tokens.
 
 Engines alternate; the bus is read before and after each group of calls by all threads. It takes about three
 minutes, and 6 GB of memory.
