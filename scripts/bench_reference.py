@@ -2,11 +2,13 @@
 
 python scripts/bench_reference.py --json docs/measurements/bench_reference.json
 
-Needs the `reference` extra, here or in the interpreter of `--reference-python`. The model has 12 layers of width
-1024 with 32 routed and 2 shared experts, top 6. transformers runs it with torch on the CPU in BF16 and FP32;
-ours is the usual export, 4-bit experts and 8-bit projections and head, in `fine` and `fast`, on one node.
-Each engine has a process of its own, and all of them take the same ids, so that rows choose the same experts.
-Decoding starts at 64 positions; a call is a step of all streams, with the choice of their tokens.
+Needs the `reference` extra, here or in the interpreter of `--reference-python`. The model has 12 layers of
+width 1024 with 32 routed and 2 shared experts, top 6. transformers runs it with torch on the CPU in BF16 and
+FP32, with the attention and the way through experts that it chooses by itself (named in the JSON; another by
+`--experts`); ours is the usual export, 4-bit experts and 8-bit projections and head, in `fine` and `fast`, on
+one node. Each engine has a process of its own, and all of them take the same ids, so that rows choose the
+same experts. Decoding starts at 64 positions; a call is a step of all streams, with the choice of their
+tokens.
 
 Engines alternate; the bus is read before and after each group of calls by all threads. It takes about three
 minutes, and 6 GB of memory.
@@ -68,7 +70,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep checkpoint and export here")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=16, help="a group of decoding (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="through all groups (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="through all groups (default: %(default)s)")
+    parser.add_argument("--experts", metavar="NAME", help="transformers' experts_implementation")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     threads = compiling.set_threads(args.threads)
@@ -110,12 +113,13 @@ def make(work: Path) -> tuple[Path, Path]:
 def start(args: argparse.Namespace, checkpoint: Path, model: Path) -> list[Child]:
     """Two children with transformers, two with ours."""
     threads = ["--threads", str(args.threads)]
+    experts = ["--experts", args.experts] if args.experts else []
     theirs = [
         Child(
             f"transformers {dtype}",
             args.reference_python,
             "torch_model",
-            [str(checkpoint), "--dtype", dtype, *threads],
+            [str(checkpoint), "--dtype", dtype, *threads, *experts],
         )
         for dtype in ("bf16", "f32")
     ]

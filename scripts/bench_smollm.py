@@ -2,12 +2,12 @@
 
 python scripts/bench_smollm.py --json docs/measurements/bench_smollm.json
 
-Needs the `llamacpp` extra, here or in the interpreter of `--reference-python`. Weights are kept as in the file
-(Q4_1, the head Q8_0), `fast` and `fine`, beside llama.cpp on the CPU, which always rounds activations to 8 bits:
-`fast` is what compares. Each engine has a process of its own; they alternate, take the same ids and choose the
-highest logit of every step. Decoding starts at 64 positions; a prompt has 512 ids. "outside the stage" is Python
-between calls. llama.cpp's arranging of weights for the processor is off unless `--extra-buffers` is given:
-where it picks AMX, some builds end in a segmentation fault.
+Needs the `llamacpp` extra, here or in the interpreter of `--reference-python`. Weights are kept as in the
+file (Q4_1, the head Q8_0), in `fast` and `fine`, beside llama.cpp on the CPU, which always rounds activations
+to 8 bits: `fast` is what compares. Each engine has a process of its own; they alternate, take the same ids
+and choose the highest logit of every step. Decoding starts at 64 positions; a prompt has 512 ids. "outside
+the stage" is Python between calls. llama.cpp's arranging of weights for the processor is off unless
+`--extra-buffers` is given: where it picks AMX, some builds end in a segmentation fault.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Series:
 
 
 def run_rounds(children: Sequence[Child], orders: Sequence[Order], rounds: int) -> list[Series]:
-    """Every order by all children one behind the other, so many times; they compare within a state of the bus."""
+    """Every order by all children in turns, so many times; they compare within a state of the bus."""
     memory = Bus()
     series = [Series(child.name, order) for order in orders for child in children]
     for _ in range(rounds):

@@ -16,17 +16,20 @@ TYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 class TorchModel:
-    """A text model as transformers loads it, with the attention and experts that it chooses by itself.
+    """A text model as transformers loads it, with the attention that it chooses by itself.
 
     Args:
         checkpoint: directory of a checkpoint in transformers' own spelling.
         dtype: of weights and activations, one of `TYPES`.
+        experts: how transformers computes experts; None leaves the choice to it.
     """
 
-    def __init__(self, checkpoint: Path, dtype: str) -> None:
+    def __init__(self, checkpoint: Path, dtype: str, experts: str | None) -> None:
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         self._model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=TYPES[dtype]).eval()
+        if experts is not None:
+            self._model.set_experts_implementation(experts)
         self._dtype = dtype
         self._cache: object = None
 
@@ -74,9 +77,10 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--dtype", choices=TYPES, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--experts", metavar="NAME")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = TorchModel(args.checkpoint, args.dtype)
+    model = TorchModel(args.checkpoint, args.dtype, args.experts)
     return serve(model, model.vocab)
 
 
