@@ -30,14 +30,11 @@ from cascadia_p2p.compiled.emitting import (
     load_behind,
     spread,
 )
-from cascadia_p2p.engine.kernels.instructions import Instructions, instructions
+from cascadia_p2p.engine.kernels.instructions import Instructions, instructions, least_prefetched
 from cascadia_p2p.matrices.encoding import Encoding
 
 _BIT, _BYTE, _SHORT, _INT, _LONG = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _HALF, _FLOAT, _VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
-
-_LEAST_PREFETCHED: Final = 4
-"""With fewer rows than this the processor's own prefetching keeps up, and ours is in its way."""
 
 _OUTPUTS: Final = 16
 _SCALES: Final = 64
@@ -140,14 +137,13 @@ class _Block:
         # One row keeps products of high nibbles sixteen times too large in it: no shifts.
         self.apart = self.bits == 4 and rows == 1 and e.set is not Instructions.AVX2
 
-    def prefetch(self, weights: Value, ahead: Value) -> None:
-        """Ask for the block so many bytes further on."""
+    def prefetch(self, near: Value) -> None:
+        """Ask for as many bytes as a block has."""
         e = self.e
-        if self.rows < _LEAST_PREFETCHED:
+        if self.rows < least_prefetched():
             return
-        place = e.at(weights, ahead)
         for line in range(0, self.size, 64):
-            e.call("llvm.prefetch.p0", _VOID, (e.at(place, line), _INT(0), _INT(3), _INT(1)))
+            e.call("llvm.prefetch.p0", _VOID, (e.at(near, line), _INT(0), _INT(3), _INT(1)))
 
     def group(self, g: int, w: Value, q: Value, s: Value, c: Value, sums: list[Value]) -> None:
         """Add one group of 32 inputs to every row's float32 sums."""
@@ -222,7 +218,7 @@ class _Block:
 def _emit(
     b: Builder, rows: int, arguments: Sequence[Value], *, chosen: Instructions, encoding: Encoding
 ) -> None:
-    *addresses, blocks, ahead = arguments
+    *addresses, blocks, ahead, step = arguments
     w, q, s, c, out = (b.inttoptr(address, _BYTE.as_pointer()) for address in addresses)
     e = _Emitter(b, chosen)
     block = _Block(e, encoding, rows)
@@ -231,7 +227,7 @@ def _emit(
         weights = e.at(w, b.mul(i, _LONG(block.size)))
         codes = e.at(q, b.mul(i, _LONG(64 * rows)))
         scales, offsets = (e.at(base, b.mul(i, _LONG(8 * rows))) for base in (s, c))
-        block.prefetch(weights, ahead)
+        block.prefetch(e.at(w, b.add(ahead, b.mul(i, step))))
         for g in range(2):
             block.group(g, weights, codes, scales, offsets, sums)
         return sums
@@ -242,7 +238,7 @@ def _emit(
         b.store(value, place, align=4)
 
 
-def _dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int, int, int, int], None]:
     chosen = instructions()
 
     def dot(
@@ -255,17 +251,18 @@ def _dot(encoding: Encoding) -> Callable[[int, int, int, int, int, int, int, int
         out: object,
         blocks: object,
         ahead: object,
+        step: object,
     ) -> object:
         def generate(context: Any, builder: Builder, sig: object, arguments: Sequence[Value]) -> Value:
             if chosen is not None:
                 emit = partial(_emit, chosen=chosen, encoding=encoding)
-                function = function_by_rows(builder.module, f"dot_{encoding}", 8, chosen.most_rows, emit)
+                function = function_by_rows(builder.module, f"dot_{encoding}", 9, chosen.most_rows, emit)
                 builder.call(function, arguments)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 9), generate
 
-    return cast("Callable[[int, int, int, int, int, int, int, int], None]", intrinsic(dot))
+    return cast("Callable[[int, int, int, int, int, int, int, int, int], None]", intrinsic(dot))
 
 
 _dot_int4 = _dot(Encoding.INT4)
@@ -273,12 +270,20 @@ _dot_int4_affine = _dot(Encoding.INT4_AFFINE)
 _dot_int8 = _dot(Encoding.INT8)
 _dot_int8_grouped = _dot(Encoding.INT8_GROUPED)
 
-_SIGNATURE: Final = "(int64, int64, int64, int64, int64, int64, int64, int64)"
+_SIGNATURE: Final = "(int64, int64, int64, int64, int64, int64, int64, int64, int64)"
 
 
 @kernel(_SIGNATURE, usable=instructions() is not None)
 def dot_int4(
-    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+    rows: int,
+    weights: int,
+    codes: int,
+    scales: int,
+    offsets: int,
+    out: int,
+    blocks: int,
+    ahead: int,
+    step: int,
 ) -> None:
     """One block row times a panel.
 
@@ -290,30 +295,55 @@ def dot_int4(
         offsets: address of its int32 [groups][rows], minus the sums of codes times 8.
         out: address of float32 [rows][16].
         blocks: of inputs, one or more.
-        ahead: how many bytes further on weights are asked for.
+        ahead: how many bytes behind the block row's start weights are asked for with its first block.
+        step: how many bytes further with each block.
     """
-    _dot_int4(rows, weights, codes, scales, offsets, out, blocks, ahead)
+    _dot_int4(rows, weights, codes, scales, offsets, out, blocks, ahead, step)
 
 
 @kernel(_SIGNATURE, usable=instructions() is not None)
 def dot_int4_affine(
-    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+    rows: int,
+    weights: int,
+    codes: int,
+    scales: int,
+    offsets: int,
+    out: int,
+    blocks: int,
+    ahead: int,
+    step: int,
 ) -> None:
     """As `dot_int4`, for codes with a scale and an offset a group."""
-    _dot_int4_affine(rows, weights, codes, scales, offsets, out, blocks, ahead)
+    _dot_int4_affine(rows, weights, codes, scales, offsets, out, blocks, ahead, step)
 
 
 @kernel(_SIGNATURE, usable=instructions() is not None)
 def dot_int8(
-    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+    rows: int,
+    weights: int,
+    codes: int,
+    scales: int,
+    offsets: int,
+    out: int,
+    blocks: int,
+    ahead: int,
+    step: int,
 ) -> None:
     """As `dot_int4`, for 8-bit codes; the scale of an output is not in the result."""
-    _dot_int8(rows, weights, codes, scales, offsets, out, blocks, ahead)
+    _dot_int8(rows, weights, codes, scales, offsets, out, blocks, ahead, step)
 
 
 @kernel(_SIGNATURE, usable=instructions() is not None)
 def dot_int8_grouped(
-    rows: int, weights: int, codes: int, scales: int, offsets: int, out: int, blocks: int, ahead: int
+    rows: int,
+    weights: int,
+    codes: int,
+    scales: int,
+    offsets: int,
+    out: int,
+    blocks: int,
+    ahead: int,
+    step: int,
 ) -> None:
     """As `dot_int4`, for 8-bit codes with a scale a group."""
-    _dot_int8_grouped(rows, weights, codes, scales, offsets, out, blocks, ahead)
+    _dot_int8_grouped(rows, weights, codes, scales, offsets, out, blocks, ahead, step)

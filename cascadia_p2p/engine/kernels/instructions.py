@@ -10,6 +10,7 @@ import sys
 from enum import StrEnum
 from functools import cache
 
+import llvmlite.binding
 import numba
 from numba.core import codegen
 
@@ -33,6 +34,17 @@ class Instructions(StrEnum):
     def most_rows(self) -> int:
         """Rows of activations that one pass over weights can take without running out of registers."""
         return 8 if self is Instructions.AVX512_VNNI else 4
+
+
+@cache
+def least_prefetched() -> int:
+    """Rows from which on weights are asked for before they are needed.
+
+    On AMD's processors the hardware's own prefetching keeps up with few rows, and ours is in its way; on
+    Intel's it is behind even with one (both measured).
+    """
+    name = str(numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name())
+    return 4 if name.startswith("znver") else 1
 
 
 @cache

@@ -218,7 +218,8 @@ def _inward(
             else:
                 one, other, index = matrices[m.always_gate], matrices[m.always_up], e - m.routed
             for panel in range(members[3 * at + 1], members[3 * at + 2]):
-                fresh = panel == members[3 * at + 1]
+                turn = panel - members[3 * at + 1]
+                turns = members[3 * at + 2] - members[3 * at + 1]
                 _unit(
                     m,
                     one,
@@ -231,7 +232,8 @@ def _inward(
                     inner,
                     down.blocks,
                     planes,
-                    fresh,
+                    turn,
+                    turns,
                     scratch,
                 )
         done(counters, phase)
@@ -251,7 +253,8 @@ def _unit(
     inner: Panels,
     blocks: int,
     planes: int,
-    fresh: bool,
+    turn: int,
+    turns: int,
     scratch: int,
 ) -> None:
     """32 inputs of down for one panel; scratch is float32 [4][8][16]."""
@@ -261,8 +264,12 @@ def _unit(
     for half in range(_UNIT):
         block = _UNIT * unit + half
         if block < gate.high:
-            block_product(gate, index, block, outer, start, rows, planes, fresh, scratch + half * size)
-            block_product(up, index, block, outer, start, rows, planes, fresh, scratch + (2 + half) * size)
+            block_product(
+                gate, index, block, outer, start, rows, planes, turn, turns, _UNIT, scratch + half * size
+            )
+            block_product(
+                up, index, block, outer, start, rows, planes, turn, turns, _UNIT, scratch + (2 + half) * size
+            )
     values = floats(scratch, 4 * 8 * OUTPUTS)
     numbers = np.zeros(GROUP, np.float32)
     width = blocks * INPUTS
@@ -319,15 +326,27 @@ def _outward(
             e = members[3 * at]
             for block in range(first, last):
                 for panel in range(members[3 * at + 1], members[3 * at + 2]):
-                    fresh = panel == members[3 * at + 1]
+                    turn = panel - members[3 * at + 1]
+                    turns = members[3 * at + 2] - members[3 * at + 1]
                     if e < m.routed:
                         _add(
-                            m, matrices[m.down], e, block, panel, picks, inner, planes, fresh, result, scratch
+                            m,
+                            matrices[m.down],
+                            e,
+                            block,
+                            panel,
+                            picks,
+                            inner,
+                            planes,
+                            turn,
+                            turns,
+                            result,
+                            scratch,
                         )
                     else:
                         own = e - m.routed
                         stack = matrices[m.always_down]
-                        _add(m, stack, own, block, panel, picks, inner, planes, fresh, result, scratch)
+                        _add(m, stack, own, block, panel, picks, inner, planes, turn, turns, result, scratch)
         done(counters, phase)
     wait(counters, phase, chunks)
 
@@ -342,14 +361,15 @@ def _add(
     picks: Picks,
     inner: Panels,
     planes: int,
-    fresh: bool,
+    turn: int,
+    turns: int,
     result: F32,
     scratch: int,
 ) -> None:
     """Sixteen outputs of a member onto the results of its rows."""
     panels = longs(picks.panels, 2 * panel + 2)
     start, rows = panels[2 * panel], panels[2 * panel + 1]
-    block_product(down, index, block, inner, start, rows, planes, fresh, scratch)
+    block_product(down, index, block, inner, start, rows, planes, turn, turns, 1, scratch)
     values = floats(scratch, rows * OUTPUTS)
     order = longs(picks.order, start + rows)
     every, first = m.chosen + m.always, block * OUTPUTS

@@ -48,6 +48,22 @@ def _store_codes(b: Builder, values: list[Value], codes: Value, offset: int) -> 
     return rounded, total
 
 
+def _largest(b: Builder, vector: Value) -> Value:
+    """The largest lane of numbers of which none is NaN."""
+    lanes = _LANES
+    while lanes > 1:
+        lanes //= 2
+        anything = ir.Constant(vector.type, ir.Undefined)
+        places = [ir.Constant(ir.VectorType(_INT, lanes), range_) for range_ in _halves(lanes)]
+        low, high = (b.shuffle_vector(vector, anything, place) for place in places)
+        vector = b.select(b.fcmp_ordered(">", low, high), low, high)
+    return b.extract_element(vector, _INT(0))
+
+
+def _halves(lanes: int) -> tuple[list[int], list[int]]:
+    return list(range(lanes)), list(range(lanes, 2 * lanes))
+
+
 def _emit(b: Builder, planes: int, arguments: Sequence[Value]) -> None:
     x, codes, scales, offsets = arguments
     values = []
@@ -55,19 +71,20 @@ def _emit(b: Builder, planes: int, arguments: Sequence[Value]) -> None:
         value = b.load(_place(b, x, 64 * half, _FLOATS), typ=_FLOATS)
         value.align = 4
         values.append(value)
-    sizes = [emit_call(b, "llvm.fabs.v16f32", _FLOATS, (value,)) for value in values]
-    larger = b.select(b.fcmp_ordered(">", sizes[0], sizes[1]), sizes[0], sizes[1])
-    largest = emit_call(b, "llvm.vector.reduce.fmax.v16f32", _FLOAT, (larger,))
-    # Zero, unless some number is infinite or none at all.
+    # A product with zero is zero, unless the number is infinite or none at all.
     zeros = [b.fmul(value, constant(_FLOATS, 0.0)) for value in values]
     good = [b.fcmp_ordered("==", zero, constant(_FLOATS, 0.0)) for zero in zeros]
-    finite = emit_call(b, "llvm.vector.reduce.and.v16i1", ir.IntType(1), (b.and_(*good),))
+    bits = ir.IntType(_LANES)
+    finite = b.icmp_unsigned("==", b.bitcast(b.and_(*good), bits), bits(2**_LANES - 1))
+    # What is not finite would not convert to an integer, and would need slower ways to the largest.
+    values = [b.select(keep, value, constant(_FLOATS, 0.0)) for keep, value in zip(good, values, strict=True)]
+    sizes = [emit_call(b, "llvm.fabs.v16f32", _FLOATS, (value,)) for value in values]
+    larger = b.select(b.fcmp_ordered(">", sizes[0], sizes[1]), sizes[0], sizes[1])
+    largest = _largest(b, larger)
     there = b.and_(b.fcmp_ordered(">=", largest, _FLOAT(float(np.float32(_LEAST)))), finite)
     factor = b.select(there, b.fdiv(_FLOAT(127.0), largest), _FLOAT(0.0))
     scale = b.select(there, b.fdiv(largest, _FLOAT(127.0)), _FLOAT(0.0))
     scale = b.select(finite, scale, _FLOAT(float("nan")))
-    # What is not finite would not convert to an integer.
-    values = [b.select(keep, value, constant(_FLOATS, 0.0)) for keep, value in zip(good, values, strict=True)]
     scaled = [b.fmul(value, spread(b, factor, _LANES)) for value in values]
     rounded, total = _store_codes(b, scaled, codes, 0)
     b.store(scale, _place(b, scales, 0, _FLOAT), align=4)

@@ -48,7 +48,7 @@ _KINDS: Final[dict[Encoding, tuple[int, Callable[..., None] | None, Callable[...
 _chosen = instructions()
 _MOST: Final = 4 if _chosen is None else _chosen.most_rows
 _AHEAD: Final = 2048
-"""Bytes of weights that are asked for in advance, where there are enough rows to compute meanwhile."""
+"""Bytes of weights that a pass asks for in advance when it is the only one over a block row."""
 
 _SHARES: Final = 32
 """Chunks a thread, where work is large enough: what is left to wait for at the end is one chunk."""
@@ -183,7 +183,9 @@ def block_product(
     first: int,
     rows: int,
     planes: int,
-    fresh: bool,
+    turn: int,
+    turns: int,
+    distance: int,
     out: int,
 ) -> None:
     """Sixteen outputs of one matrix for one panel: float32 [rows][16] at address `out`, of room for [8][16].
@@ -196,7 +198,9 @@ def block_product(
         first: rows of the set in front of the panel.
         rows: of the panel.
         planes: of codes, or `EXACT`.
-        fresh: whether these weights come from memory rather than a cache.
+        turn: passes over the block row before this one, each for another panel.
+        turns: passes over it in all.
+        distance: block rows to the one of this matrix that comes next but for passes of the same group.
         out: address; outputs beyond the matrix mean nothing.
     """
     width = m.blocks * INPUTS
@@ -206,9 +210,9 @@ def block_product(
         weights = m.codes + (index * m.high + block) * m.block_row
         at = first * planes * width
         codes, scales, offsets = panels.codes + at, panels.scales + at // 8, panels.offsets + at // 8
-        ahead = _AHEAD if fresh else 0
+        ahead, step = _asked(m, turn, turns, distance)
         wide = rows * planes
-        call(m.dot, (wide, weights, codes, scales, offsets, out, m.blocks, ahead))
+        call(m.dot, (wide, weights, codes, scales, offsets, out, m.blocks, ahead, step))
         if planes == 2:
             result = floats(out, 2 * rows * OUTPUTS)
             for r in range(rows):
@@ -221,6 +225,21 @@ def block_product(
         for r in range(rows):
             for n in range(OUTPUTS):
                 result[r * OUTPUTS + n] *= own[n]
+
+
+@part
+def _asked(m: Matrix, turn: int, turns: int, distance: int) -> tuple[int, int]:
+    """Which weights a pass asks for: how many bytes ahead it begins, and how many further with each block.
+
+    A single pass stays a little ahead of itself. Of several, the first two fetch half of a later block row
+    each, while they compute with what is in the cache already.
+    """
+    size = m.block_row // m.blocks
+    if turns == 1:
+        return _AHEAD, size
+    if turn < 2:
+        return distance * m.block_row + turn * (m.block_row // 2), size // 2
+    return 0, size
 
 
 @part
@@ -306,7 +325,7 @@ def _project_block(m: Matrix, block: int, panels: Panels, rows: int, planes: int
     for p in range(parts):
         start = panel_start(rows, parts, p)
         count = panel_start(rows, parts, p + 1) - start
-        block_product(m, 0, block, panels, start, count, planes, p == 0, scratch)
+        block_product(m, 0, block, panels, start, count, planes, p, parts, 1, scratch)
         result = floats(scratch, count * OUTPUTS)
         for r in range(count):
             at = (start + r) * m.outputs + block * OUTPUTS
