@@ -94,13 +94,15 @@ def test_stk_13_a_node_that_gets_another_address_is_back_in_the_ring(
     first.wait("ring_open")
     second.wait("ring_open")
     assert generate(lab, 2) == expected
+    # Two nodes that hear each other late may both take shard 0 first.
+    loads = second.count("shard_loading")
     old = lab.ip(1)
     new = old.rsplit(".", 1)[0] + ".77"
     lab.configure(1, f"addr del {old}/24 dev eth0", f"addr add {new}/24 brd + dev eth0")
     second.wait("ring_open", 2)
     first.wait("ring_open", 2)
     assert second.wait("node_started", 2)["control"].startswith(new)
-    assert second.count("shard_loading") == 1, "the shard was loaded again"
+    assert second.count("shard_loading") == loads, "the shard was loaded again"
     assert generate(lab, 2) == expected
 
 
