@@ -1,6 +1,6 @@
 """Times one stage of the published model's width, part by part, beside what the memory bus allows.
 
-python scripts/bench_stage.py --json docs/stage.json
+python scripts/bench_stage.py --json docs/measurements/bench_stage.json
 
 The stage has one dense layer of 24,576 and five sparse ones of 32 routed and 2 shared experts, top 6:
 hidden 6144, expert width 3072, 64 heads of 128; experts and dense 4-bit, projections 8-bit. Its weights are

@@ -31,7 +31,7 @@ PROMPT = "Explain to a child why the sky is blue."
 MAX_TOKENS = 160
 SAMPLE_TOKENS = 48
 START_S = 300.0
-TOLD = {"shard_loaded", "ring_forming", "ring_closed", "clients_served", "standby"}
+TOLD = {"shard_loaded", "ring_forming", "ring_closed", "clients_served"}
 """Events of the nodes that the demo passes on."""
 
 HIDDEN = {"own_stall"}
@@ -130,6 +130,7 @@ def _start(ring: LocalRing, nodes: int, console: Console, *, verbose: bool) -> s
     endpoint: str | None = None
     opened: set[int] = set()
     met = [0] * nodes
+    compiling = False
     for event in ring.events(START_S, until_one_ends=True):
         seconds = time.monotonic() - started
         if event.event == "peer_joined":
@@ -139,6 +140,10 @@ def _start(ring: LocalRing, nodes: int, console: Console, *, verbose: bool) -> s
         alarming = event.fields.get("level") in ("warning", "error") and event.event not in HIDDEN
         if verbose or alarming or event.event in TOLD:
             _show(event, seconds, console)
+        elif event.event == "kernels_compiling" and not compiling:
+            # One node does it while the others wait, and each says so.
+            compiling = True
+            console.print(f"{seconds:6.1f} s  {event.message}", markup=False)
         if event.event == "clients_served":
             endpoint = str(event.fields["endpoint"])
         elif event.event == "ring_open":

@@ -242,7 +242,8 @@ def address(function: Callable[..., object]) -> int:
     """
     item = next(item for item in _kernels if item.dispatcher is function)
     if not item.ready:
-        with _one_thread:
+        stored = item.dispatcher._cache.exists()
+        with _one_thread, contextlib.nullcontext() if stored else _compiler_lock():
             if not item.ready:
                 item.compile()
     result = item.dispatcher.overloads[tuple(item.signature)]
@@ -262,6 +263,9 @@ def warm_up(progress: Progress | None = None) -> None:
         return
     # Loading needs no lock between processes: files appear whole or not at all.
     stored = all(item.dispatcher._cache.exists() for item in needed)
+    if not stored:
+        message = "compiling the kernels for this PC's processor: a minute or two, once for every version"
+        _log.info("kernels_compiling", message=message, kernels=len(needed))
     with _one_thread, contextlib.nullcontext() if stored else _compiler_lock():
         for done, item in enumerate(needed, 1):
             # Another thread may have been first.

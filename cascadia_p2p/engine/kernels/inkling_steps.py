@@ -132,3 +132,8 @@ def remember_sum(own: int, now: int, index: int) -> None:
         integers(frame.positions, frame.rows),
         integers(frame.after, frame.rows),
     )
+
+
+# What most stages need is compiled with all other kernels, by one process of several.
+append_step("f32")
+attend_step("f32")

@@ -93,3 +93,8 @@ def add_row(own: int, now: int, index: int) -> None:
         s.eps,
         rows_of(frame.normed, frame.rows, frame.hidden),
     )
+
+
+# What most stages need is compiled with all other kernels, by one process of several.
+append_step("f32")
+attend_step("f32")
