@@ -18,6 +18,7 @@ from cascadia_p2p.cli.terminal import forgive_encodings
 from cascadia_p2p.client import ChatOptions, Client
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.local import LocalRing, NodeEvent
+from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import find_recipe
 from cascadia_p2p.shards.encodings import EXACT
@@ -57,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Get a model, start the nodes, ask, and end them."""
+    configure_logs("console", "info")
     layers = find_recipe(SAMPLE).layers if args.sample else MODEL_LAYERS
     if not 1 <= args.nodes <= layers:
         raise UsageError(f"--nodes {args.nodes}: the demo's model has {layers} layers, so give 1 to {layers}")

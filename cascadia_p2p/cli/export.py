@@ -22,6 +22,7 @@ from rich.progress import (
 
 from cascadia_p2p.catalog import source_path
 from cascadia_p2p.compiled.compiling import set_threads
+from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.shards.attenuation import parse_attenuation
 from cascadia_p2p.shards.encodings import (
     DEFAULT,
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CascadiaError: as `shards.export.export`.
     """
+    configure_logs("console", "info")
     split = None if args.split is None else parse_split(args.split)
     asked = asked_encodings(args)
     attenuation = None if args.attenuate is None else parse_attenuation(args.attenuate)

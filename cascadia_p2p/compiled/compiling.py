@@ -153,6 +153,8 @@ class _Kernel:
 _kernels: Final[list[_Kernel]] = []
 _threads = 1
 _one_thread: Final = threading.Lock()
+_KERNEL_S: Final = 1.5
+"""What compiling one kernel takes, about, in seconds."""
 
 
 class _Part(CPUDispatcher):  # type: ignore[misc]
@@ -264,7 +266,11 @@ def warm_up(progress: Progress | None = None) -> None:
     # Loading needs no lock between processes: files appear whole or not at all.
     stored = all(item.dispatcher._cache.exists() for item in needed)
     if not stored:
-        message = "compiling the kernels for this PC's processor: a minute or two, once for every version"
+        seconds = _KERNEL_S * len(needed)
+        message = (
+            f"compiling {len(needed)} kernels for this PC's processor, about {seconds:.0f} s, "
+            "once for every version"
+        )
         _log.info("kernels_compiling", message=message, kernels=len(needed))
     with _one_thread, contextlib.nullcontext() if stored else _compiler_lock():
         for done, item in enumerate(needed, 1):
