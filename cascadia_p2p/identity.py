@@ -142,6 +142,18 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def make_state_root(path: Path) -> None:
+    """Make the state directory where it is not there yet.
+
+    Raises:
+        CascadiaError: it can not be made, or not be written to.
+    """
+    with _clear_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 @contextlib.contextmanager
 def _clear_errors(path: Path) -> Iterator[None]:
     try:

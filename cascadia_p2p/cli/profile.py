@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cascadia_p2p.config import Config, add_flags, find_model, flags_of, load_config
 from cascadia_p2p.errors import UsageError
+from cascadia_p2p.identity import make_state_root
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.types import Promise
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     wish, promise = _wished(config, counts, args.positions, reader.config.context)
     if args.out is not None and args.out.is_dir():
         raise UsageError(f"--out {args.out} is a directory: name a file")
+    make_state_root(config.state_root)
     say = _Saying(quiet=args.json)
     node = _measured(config, reader, wish, promise, say)
     subject = node.subject

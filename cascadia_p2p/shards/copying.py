@@ -39,9 +39,16 @@ _Piece: TypeAlias = tuple[range, range]
 
 _Any = TypeVar("_Any", bound=np.generic)
 _LARGEST: Final = 3.38e38
-"""The largest magnitude that bfloat16 and float32 take, rounding included."""
+"""The largest magnitude that bfloat16 and scales in float32 take, rounding included."""
 
-_FP16_SCALES: Final = (Encoding.INT4, Encoding.INT8_GROUPED)
+_LIMITS: Final = {
+    # Stored as they are: all but what is no number.
+    Encoding.F32: float(np.finfo(np.float32).max),
+    # Scales are FP16.
+    Encoding.INT4: LARGEST,
+    Encoding.INT8_GROUPED: LARGEST,
+}
+"""The largest magnitude of a weight, where it is not `_LARGEST`."""
 
 
 def copy(
@@ -190,8 +197,7 @@ class _Writer:
     def write(self, part: _Part, stack: int, row: int, values: F32) -> int:
         """Encode rows [rows, inputs] of a stack, and write them; how many bytes."""
         encoding = part.entry.encoding
-        if encoding is not Encoding.F32:
-            self._check(part, stack, row, values)
+        self._check(part, stack, row, values)
         if self.watch is not None:
             self.watch(part.plan, stack, row, values)
         return self._put(part, stack, row, encode(encoding, values))
@@ -221,7 +227,7 @@ class _Writer:
 
     def _check(self, part: _Part, stack: int, row: int, values: F32) -> None:
         """See that these can be weights."""
-        limit = LARGEST if part.entry.encoding in _FP16_SCALES else _LARGEST
+        limit = _LIMITS.get(part.entry.encoding, _LARGEST)
         if largest_magnitude(values) <= limit:
             return
         at, column = (int(index[0]) for index in np.nonzero(~(np.abs(values) <= limit)))

@@ -195,3 +195,15 @@ def test_join_finds_the_profile_and_paces_the_ring_by_it(run: Run, model: Path, 
             assert policy.queue_limit == 256
 
     asyncio.run(live())
+
+
+def test_a_state_directory_that_can_not_be_made_is_refused_before_measuring(
+    run: Run, model: Path, tmp_path: Path, bus: list[float]
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    state = tmp_path / "file" / "state"
+    done = run("profile", "--model", model, "--shard", 0, "--rows", 1, "--state-dir", state)
+    assert done.code == 1
+    assert f"the state directory {state} can not be used: " in done.err
+    assert "--state-dir DIR" in done.err
+    assert bus == []

@@ -247,6 +247,27 @@ def test_what_is_no_weight_is_named_with_its_place(tmp_path: Path, value: float,
     assert told.match(place)
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.1.mlp.gate.weight", r"\(at \[4, 3\] of "),
+        ("model.layers.1.input_layernorm.weight", r"\(at \[4, 0\] of "),
+        ("model.norm.weight", r"\(at \[4, 0\] of "),
+    ],
+)
+def test_what_is_no_number_is_named_where_weights_stay_as_they_are(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    source = make_checkpoint(tmp_path / "in", UNEVEN)
+    made = read_all(source)
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    made[name][(4, 3)[: made[name].ndim]] = np.nan
+    write_safetensors(source / "model.safetensors", made)
+    with pytest.raises(CheckpointError, match=f"holds nan in {name} {place}.*no number"):
+        export(source, tmp_path / "out", shards=1)
+
+
 def test_layers_that_may_pass_fp16_are_attenuated(tmp_path: Path) -> None:
     recipe = replace(UNEVEN, layers=4)
     source = make_checkpoint(tmp_path / "in", recipe)
