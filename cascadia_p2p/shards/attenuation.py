@@ -88,6 +88,8 @@ def parse_attenuation(text: str) -> dict[int, int]:
             raise UsageError(
                 f"--attenuate has '{part}': expected LAYER=N with N from 0 to {MOST}, as in 8=4 for 2^-4"
             )
+        if int(layer) in found:
+            raise UsageError(f"--attenuate names layer {int(layer)} twice: keep one")
         found[int(layer)] = int(exponent)
     return found
 

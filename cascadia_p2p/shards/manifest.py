@@ -175,7 +175,7 @@ class Manifest(BaseModel):
         if found != FORMAT:
             raise ShardError(
                 f"{path} has format {found!r}, this version reads {FORMAT}: "
-                "export again, or use the version that wrote it"
+                "export again, into another directory, or use the version that wrote it"
             )
         try:
             return cls.model_validate_json(raw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -60,12 +61,13 @@ class VerifiedFiles:
         self._table.files[_key(path)] = _Known(state=state, sha256=sha256)
 
     def save(self) -> None:
-        """Write the memory, without the files that are no longer there."""
+        """Write the memory, without the files that are no longer there; what is not kept is read again."""
         if self._path is None:
             return
         self._table.files = {key: known for key, known in self._table.files.items() if Path(key).exists()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self._path, self._table.model_dump_json().encode())
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, self._table.model_dump_json().encode())
 
 
 def file_state(path: Path) -> FileState:

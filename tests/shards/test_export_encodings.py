@@ -320,6 +320,8 @@ def test_attenuation_is_parsed() -> None:
     for text in ("", "8", "8=", "=4", "8=-1", "8=25", "x=1", "8=4,"):
         with pytest.raises(UsageError, match="expected LAYER=N with N from 0 to 24"):
             parse_attenuation(text)
+    with pytest.raises(UsageError, match="--attenuate names layer 3 twice"):
+        parse_attenuation("3=3,3=4")
 
 
 def test_exact_is_float32_throughout(tmp_path: Path) -> None:
