@@ -17,6 +17,7 @@ from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.load import backend_of, new_backend
 from cascadia_p2p.engine.matrix import F32
+from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.sample.recipe import Recipe
@@ -92,4 +93,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Only digests go to standard output.
+    configure_logs("console", "error")
     main()

@@ -283,6 +283,8 @@ import hashlib
 from dataclasses import replace
 import test_long_attention as t
 from cascadia_p2p.engine.kernels import query_tiles
+from cascadia_p2p.logs import configure_logs
+configure_logs("console", "error")
 kinds = [(window, storage) for window in (None, 90) for storage in ("f32", "bf16")]
 parts = [t.World(replace(t.SIZES, dim=80, window=w), 300, storage).whole(37) for w, storage in kinds]
 print(query_tiles._WIDE, hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest())

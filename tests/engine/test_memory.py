@@ -181,6 +181,8 @@ GROWTH = """
 import sys
 import psutil
 from cascadia_p2p.compiled import compiling
+from cascadia_p2p.logs import configure_logs
+configure_logs("console", "error")
 from engine_world import Ring, sample_weights
 from test_memory import ROOMY, ROOMY_PROMISE
 sample_weights(ROOMY)
