@@ -18,7 +18,7 @@ from cascadia_p2p.engine.kernels.attention_items import (
     work_numbers,
 )
 from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.frame import FRAME, Record
+from cascadia_p2p.engine.kernels.frame import FRAME, Record, put_addresses
 from cascadia_p2p.engine.kernels.mixture import MIXTURE
 from cascadia_p2p.engine.kernels.products import SCRATCH
 from cascadia_p2p.engine.kernels.program import (
@@ -154,11 +154,6 @@ class CompiledLayers:
         self._counters = new_counters(longest * LAYER_PHASES + 1)
         self._work_layers, self._run = compiling.address(work_layers), self._new_run()
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of what the program works in, beside weights and caches."""
-        return self._workspace.nbytes
-
     def __call__(self, batch: range, rows: RowTable, x: F32, failed: I32) -> None:
         """Take normed rows through the layers at these places, in place.
 
@@ -197,19 +192,19 @@ class CompiledLayers:
     def _new_run(self) -> Record:
         """`RUN` [1] for all calls."""
         run = np.zeros(1, RUN)
-        for name, array in (
-            ("counters", self._counters),
-            ("frame", self._frame),
-            ("layers", self._tables.layers),
-            ("mixtures", self._tables.mixtures),
-            ("matrices", self._matrices),
-            ("picks", self._tables.picks),
-            ("panels", self._panels),
-            ("scratch", self._scratch),
-            ("work", self._work),
-            ("ticks", self._ticks),
-        ):
-            run[name] = array.ctypes.data
+        arrays = {
+            "counters": self._counters,
+            "frame": self._frame,
+            "layers": self._tables.layers,
+            "mixtures": self._tables.mixtures,
+            "matrices": self._matrices,
+            "picks": self._tables.picks,
+            "panels": self._panels,
+            "scratch": self._scratch,
+            "work": self._work,
+            "ticks": self._ticks,
+        }
+        put_addresses(run, arrays)
         run["matrix_count"], run["work_numbers"] = len(self._matrices), self._work.shape[1]
         run["planes"], run["threads"] = self._planes, self._threads
         return run

@@ -9,6 +9,7 @@ import numpy as np
 
 from cascadia_p2p.compiled.compiling import address
 from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.frame import put_addresses
 from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.kernels.mixture import MIXING, MIXTURE, PHASES, work_mixture
 from cascadia_p2p.engine.kernels.products import (
@@ -96,13 +97,13 @@ class _Projections:
         self._threads, self._scratch = threads, scratch
         self._inputs, self._rows = weights[0].inputs, rows
         self._work, self._run = address(work_projections), np.zeros(1, PROJECTING)
-        for name, array in (
-            ("counters", self._counters),
-            ("matrices", self._matrices),
-            ("panels", self._panels),
-            ("scratch", scratch),
-        ):
-            self._run[name] = array.ctypes.data
+        arrays = {
+            "counters": self._counters,
+            "matrices": self._matrices,
+            "panels": self._panels,
+            "scratch": scratch,
+        }
+        put_addresses(self._run, arrays)
         self._run["count"], self._run["planes"] = len(weights), backend.planes
         self._run["floats_too"], self._run["threads"] = self._floats_too, threads
 
@@ -148,16 +149,16 @@ class _Mixture:
         self._nothing = np.zeros((rows, 0), np.int32)
         self._counters = new_counters(PHASES)
         self._work, self._run = address(work_mixture), np.zeros(1, MIXING)
-        for name, array in (
-            ("counters", self._counters),
-            ("mixture", self._record),
-            ("matrices", self._matrices),
-            ("picks", self._picks),
-            ("outer", self._outer),
-            ("inner", self._inner),
-            ("scratch", scratch),
-        ):
-            self._run[name] = array.ctypes.data
+        arrays = {
+            "counters": self._counters,
+            "mixture": self._record,
+            "matrices": self._matrices,
+            "picks": self._picks,
+            "outer": self._outer,
+            "inner": self._inner,
+            "scratch": scratch,
+        }
+        put_addresses(self._run, arrays)
         self._run["count"], self._run["planes"] = len(self._matrices), backend.planes
         self._run["threads"] = threads
         self._threads, self._scratch = threads, scratch

@@ -33,7 +33,7 @@ from cascadia_p2p.engine.kernels.blocks import (
 )
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.convolution import convolved, new_history, remember, taps_first
-from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record, put_addresses
 from cascadia_p2p.engine.kernels.norms import inverse_rms, scale_row
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -361,8 +361,7 @@ class Attention:
             "values": self._values,
             "table": self._table,
         }
-        for name, array in addressed.items():
-            record[name] = array.ctypes.data
+        put_addresses(record, addressed)
         record["slots"], record["depth"], _ = key_history.shape
         record["blocks"], record["ring"] = len(self._keys), self._table.shape[1]
         record["floor"], record["alpha"] = self._scaling

@@ -7,6 +7,7 @@ each is compiled once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 import numba
@@ -55,6 +56,12 @@ of the caches. What a family does not have is 0."""
 SUM: Final = record_of("update taps history tap_count depth slots bias norm layer", "eps")
 """An update of the residual: addresses of float32 update [rows][hidden], of taps and history of its
 convolution or of its bias, of the norm that follows or 0, and the layer's number."""
+
+
+def put_addresses(record: Record, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Put the addresses of arrays into a record's fields of these names; the caller keeps them alive."""
+    for name, array in arrays.items():
+        record[name] = array.ctypes.data
 
 
 @part

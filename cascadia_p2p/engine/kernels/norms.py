@@ -12,6 +12,7 @@ from cascadia_p2p.compiled.compiling import kernel, part
 from cascadia_p2p.compiled.simd import (
     F32,
     LANES,
+    Lanes,
     Real,
     div,
     fma,
@@ -46,6 +47,30 @@ def scale_row(source: F32, at: int, weight: F32, factor: Real, divisor: Real, ou
         x = mul(load_part(source, at + c, width - c), splat(factor))
         x = mul(x, load_part(weight, c, width - c))
         store_part(out, out_at + c, div(x, splat(divisor)), width - c)
+
+
+@part
+def settle_row(
+    x: F32,
+    row: int,
+    squares: Lanes,
+    check: Lanes,
+    layer: int,
+    failed: I32,
+    norm: F32,
+    eps: float,
+    normed: F32,
+) -> None:
+    """Mark a row of the residual that is not finite with its layer, and normalise it for what follows.
+
+    `squares` are the sums of the row's squares, `check` of its numbers times zero.
+    """
+    width = x.shape[1]
+    if failed[row] < 0 and total(check) != 0.0:
+        failed[row] = layer
+    if norm.shape[0] > 0:
+        factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
+        scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
 
 
 @kernel("(float32[:,::1], float32[::1], float64, float64, float32[:,::1])")

@@ -1,6 +1,6 @@
 """Products of stored matrices with panels of activations: a block of sixteen outputs at a time.
 
-A set of rows lies in panels of nearly equal size, at most `most_rows(planes)` rows each, one after the
+A set of rows lies in panels of nearly equal size, at most `panel_limit(planes)` rows each, one after the
 other: as codes for coded matrices, as float32 for the others and with `EXACT`.
 """
 
@@ -124,14 +124,9 @@ def _codes_shape(matrix: StoredMatrix) -> tuple[int, ...]:
     return matrix.shape if block is None else (*matrix.shape[:-2], *block_counts(matrix.shape), block)
 
 
-def most_rows(planes: int) -> int:
-    """Rows of a panel, at most."""
-    return MOST_ROWS if planes == EXACT else max(1, _MOST // planes)
-
-
 @part
 def panel_limit(planes: int) -> int:
-    """The same inside kernels."""
+    """Rows of a panel, at most."""
     return MOST_ROWS if planes == 0 else max(1, _MOST // planes)
 
 

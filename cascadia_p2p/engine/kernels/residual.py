@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from cascadia_p2p.compiled.compiling import kernel, part
-from cascadia_p2p.compiled.simd import F32, LANES, add, fma, load_part, splat, store_part, total
+from cascadia_p2p.compiled.simd import F32, LANES, add, fma, load_part, splat, store_part
 from cascadia_p2p.engine.kernels.checks import expect
 from cascadia_p2p.engine.kernels.frame import SUM, Record
-from cascadia_p2p.engine.kernels.norms import scale_row
+from cascadia_p2p.engine.kernels.norms import settle_row
 from cascadia_p2p.engine.kernels.rows import I32
 
 
@@ -41,11 +39,7 @@ def add_update_row(
         squares = fma(value, value, squares)
         # Zero, unless some value is infinite or not a number.
         check = fma(value, splat(0.0), check)
-    if failed[row] < 0 and total(check) != 0.0:
-        failed[row] = layer
-    if norm.shape[0] > 0:
-        factor = np.float32(1.0 / math.sqrt(total(squares) / width + eps))
-        scale_row(x, row * width, norm, factor, 1.0, normed, row * width)
+    settle_row(x, row, squares, check, layer, failed, norm, eps, normed)
 
 
 @kernel(

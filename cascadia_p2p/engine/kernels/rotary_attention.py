@@ -31,7 +31,7 @@ from cascadia_p2p.engine.kernels.blocks import (
     stored_dim,
 )
 from cascadia_p2p.engine.kernels.checks import expect
-from cascadia_p2p.engine.kernels.frame import ATTENTION, Record
+from cascadia_p2p.engine.kernels.frame import ATTENTION, Record, put_addresses
 from cascadia_p2p.engine.kernels.rotary import biased, turn
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 
@@ -306,8 +306,7 @@ class RotaryAttention:
         small = {"q_bias": q_bias, "k_bias": k_bias, "v_bias": v_bias, "q_norm": q_norm, "k_norm": k_norm}
         for name, array in small.items():
             record[name] = array.ctypes.data if array.size else 0
-        for name, held in (("keys", keys), ("values", values), ("table", table)):
-            record[name] = held.ctypes.data
+        put_addresses(record, {"keys": keys, "values": values, "table": table})
         record["slots"], record["ring"] = table.shape
         record["blocks"] = len(keys)
         record["eps"], record["scale"] = eps, scale

@@ -27,7 +27,6 @@ class Workspace:
 
     def __init__(self, planes: int) -> None:
         self.planes = planes
-        self.nbytes = 0
         self._kept: list[object] = []
 
     def keep(self, thing: object) -> None:
@@ -41,7 +40,6 @@ class Workspace:
         raw.fill(0)
         start = -raw.ctypes.data % _ALIGNMENT
         self._kept.append(raw)
-        self.nbytes += raw.nbytes
         found: npt.NDArray[Any] = raw[start : start + size].view(kind).reshape(shape)
         return found
 
