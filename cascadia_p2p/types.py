@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NewType
+from typing import Final, NewType
 
 from cascadia_p2p.errors import UsageError
 
@@ -75,14 +75,47 @@ class Promise:
         slots: streams at once.
         context: positions a stream (prompt and answer together).
         rows: rows a frame.
+        kept: prefixes that are kept for later streams; 0 for none.
     """
 
     slots: int
     context: int
     rows: int
+    kept: int = 0
 
     def least(self, other: Promise) -> Promise:
         """The promise that both can keep."""
         return Promise(
-            min(self.slots, other.slots), min(self.context, other.context), min(self.rows, other.rows)
+            min(self.slots, other.slots),
+            min(self.context, other.context),
+            min(self.rows, other.rows),
+            min(self.kept, other.kept),
         )
+
+
+MAX_TEMPERATURE: Final = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a stream's tokens are chosen.
+
+    The logits are divided by the temperature; of the `top_k` likeliest tokens those stay that are needed to
+    reach the probability `top_p`, the likeliest first; one of them is drawn by a number that depends on
+    nothing but `seed` and the position that the token takes.
+
+    Args:
+        temperature: 0 takes the likeliest token and needs none of the others; at most `MAX_TEMPERATURE`.
+        top_k: 0 for all tokens.
+        top_p: more than 0, at most 1.
+        seed: an unsigned 64-bit number.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+GREEDY: Final = Sampling()
+"""The likeliest token, always."""

@@ -15,15 +15,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import Policy
-from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.types import GREEDY, Promise, Sampling, StreamId
 from cascadia_p2p.wire.client import FinishReason
-from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentError, SegmentFlag
+from cascadia_p2p.wire.frames import (
+    OPERATION,
+    SEGMENT,
+    OperationKind,
+    SegmentError,
+    SegmentFlag,
+    alternative_table,
+)
+
+NO_ALTERNATIVES: Final = alternative_table()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +45,16 @@ class StreamRequest:
         prompt: at least one id, each within the vocabulary.
         max_tokens: at least 1; the scheduler lowers it to what the context can hold.
         stop_ids: a generated id among these ends the answer and is its last id.
+        sampling: how its tokens are chosen.
+        alternatives: likeliest tokens to be named beside each of its own.
     """
 
     stream: StreamId
     prompt: tuple[int, ...]
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    sampling: Sampling = GREEDY
+    alternatives: int = 0
 
 
 @dataclass(slots=True)
@@ -91,6 +105,19 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """Natural logarithms of probabilities at temperature 1, before any cut.
+
+    Args:
+        logprob: of the token that was chosen.
+        alternatives: ids and logprobs of the likeliest tokens, the likeliest first.
+    """
+
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What happened to one stream: new tokens, and at the end exactly one finish or error.
 
@@ -99,12 +126,14 @@ class Update:
         tokens: the ids that came with this update.
         finish: set when the answer is complete.
         error: set when the stream failed.
+        scores: of the tokens, as many.
     """
 
     stream: Stream
     tokens: tuple[int, ...] = ()
     finish: FinishReason | None = None
     error: RequestError | None = None
+    scores: tuple[Score, ...] = ()
 
     @property
     def terminal(self) -> bool:
@@ -237,8 +266,20 @@ class Scheduler:
             return None
         return self._compose(ring, windows)
 
-    def on_tokens(self, number: int, records: npt.NDArray[np.void], now: float) -> list[Update]:
-        """Take the tail's answer to frame `number` (`RECORD` array); the credit of that frame is free again.
+    def on_tokens(
+        self,
+        number: int,
+        records: npt.NDArray[np.void],
+        now: float,
+        alternatives: npt.NDArray[np.void] = NO_ALTERNATIVES,
+    ) -> list[Update]:
+        """Take the tail's answer to frame `number`; the credit of that frame is free again.
+
+        Args:
+            number: of the frame.
+            records: `RECORD` array.
+            now: the time.
+            alternatives: `ALTERNATIVE` array, those of all records one after the other.
 
         Raises:
             ValueError: the frame is not the oldest one in flight; the ring has lost its order.
@@ -247,11 +288,12 @@ class Scheduler:
         if ring is None or not ring.in_flight or ring.in_flight[0] != number:
             raise ValueError(f"the token frame {number} answers no frame in flight")
         ring.in_flight.popleft()
-        updates = []
+        updates, named = [], 0
         for record in records:
             stream = self._running.get(StreamId(int(record["stream"])))
+            first, named = named, named + int(record["alternatives"])
             if stream is not None:
-                updates.append(self._advance(stream, record, now))
+                updates.append(self._advance(stream, record, alternatives[first:named], now))
         return updates
 
     # --- inside -------------------------------------------------------------------------------------------
@@ -311,12 +353,23 @@ class Scheduler:
         operations = np.zeros(len(self._operations), OPERATION)
         for operation, (kind, stream_id, slot) in zip(operations, self._operations, strict=True):
             operation["kind"], operation["stream"], operation["slot"] = kind, stream_id, slot
+            if kind is OperationKind.START:
+                self._put_sampling(operation, self._running[stream_id].request)
         self._operations.clear()
         ring.number += 1
         ring.in_flight.append(ring.number)
         return Plan(ring.number, segments, operations, np.array(tokens, np.int32))
 
-    def _advance(self, stream: Stream, record: np.void, now: float) -> Update:
+    @staticmethod
+    def _put_sampling(operation: np.void, request: StreamRequest) -> None:
+        sampling = request.sampling
+        for name in ("seed", "top_k", "temperature", "top_p"):
+            operation[name] = getattr(sampling, name)
+        operation["logprobs"] = request.alternatives
+
+    def _advance(
+        self, stream: Stream, record: np.void, alternatives: npt.NDArray[np.void], now: float
+    ) -> Update:
         status = SegmentError(int(record["status"]))
         if status is not SegmentError.NONE:
             self._retire(stream)
@@ -334,7 +387,8 @@ class Scheduler:
         finish = self._finish(stream, token)
         if finish is not None:
             self._retire(stream)
-        return Update(stream, (token,), finish)
+        named = tuple(zip(alternatives["token"].tolist(), alternatives["logprob"].tolist(), strict=True))
+        return Update(stream, (token,), finish, scores=(Score(float(record["logprob"]), named),))
 
     def _finish(self, stream: Stream, token: int) -> FinishReason | None:
         if token in stream.request.stop_ids:

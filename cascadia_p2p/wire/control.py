@@ -44,6 +44,8 @@ MAX_SOURCES: Final = 4096
 def _checked_promise(promise: Promise) -> Promise:
     if not all(1 <= value < 2**31 for value in (promise.slots, promise.context, promise.rows)):
         raise ValueError("a promise needs slots, context and rows of 1 or more")
+    if not 0 <= promise.kept < 2**16:
+        raise ValueError("a promise keeps 0 to 65535 prefixes")
     return promise
 
 

@@ -16,7 +16,8 @@ A frame is a ZeroMQ message of one part (header) or two (header, payload). The h
         48     4  records
         52     2  dtype of the payload (1 = float32); 0 where the kind has no rows
         54     2  reserved, 0
-        56        segments x 32 bytes, operations x 24 bytes, records x 32 bytes
+        56        segments x 32 bytes, operations x 48 bytes, records x 32 bytes,
+                  alternatives x 8 bytes, as many as the records count together
 
 The payload part exists exactly when rows > 0 and holds rows x hidden float32 in C order.
 Any change of these bytes needs a new PROTOCOL.
@@ -34,15 +35,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import WireError
-from cascadia_p2p.types import Epoch, Instance
+from cascadia_p2p.types import MAX_TEMPERATURE, Epoch, Instance
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of every byte that crosses the network: data frames, control messages and client messages."""
 
 MAGIC: Final = b"CP2P"
 
+MAX_ALTERNATIVES: Final = 20
+"""Likeliest tokens that a record can name beside its own, at most."""
+
 Table: TypeAlias = npt.NDArray[np.void]
-"""A structured array of dtype SEGMENT, OPERATION or RECORD."""
+"""A structured array of dtype SEGMENT, OPERATION, RECORD or ALTERNATIVE."""
 
 Rows: TypeAlias = npt.NDArray[np.float32]
 """C-contiguous float32 [rows, hidden]."""
@@ -74,14 +78,27 @@ class SegmentError(IntEnum):
     CONTEXT = 3
     NON_FINITE = 4
     INTERNAL = 5
+    ROOM = 6
+    """No block is free for the stream's next position."""
+    PREFIX = 7
+    """The stream was to take over a prefix that is not kept here."""
 
 
 class OperationKind(IntEnum):
-    """What happens to a slot before a frame's segments are computed."""
+    """What happens to a slot, or to a kept prefix, before a frame's segments are computed."""
 
     START = 1
+    """A stream takes the slot, with its sampling options; it holds no position."""
     REWIND = 2
+    """The stream goes back to `position`."""
     RELEASE = 3
+    """The slot is free."""
+    ATTACH = 4
+    """A stream that holds nothing takes over the first `position` positions that `entry` keeps."""
+    KEEP = 5
+    """The stream's first `position` positions, all that it holds, are kept as `entry`, whatever that was."""
+    EVICT = 6
+    """`entry` keeps nothing any more; streams that took it over are not touched."""
 
 
 class FrameFault(StrEnum):
@@ -122,37 +139,63 @@ SEGMENT: Final = np.dtype(
 
 OPERATION: Final = np.dtype(
     {
-        "names": ["stream", "position", "slot", "kind"],
-        "formats": ["<u8", "<u4", "<u4", "<u2"],
-        "offsets": [0, 8, 12, 16],
-        "itemsize": 24,
+        "names": [
+            "stream",
+            "seed",
+            "position",
+            "slot",
+            "entry",
+            "top_k",
+            "temperature",
+            "top_p",
+            "kind",
+            "logprobs",
+        ],
+        "formats": ["<u8", "<u8", "<u4", "<u4", "<u4", "<u4", "<f4", "<f4", "<u2", "<u2"],
+        "offsets": [0, 8, 16, 20, 24, 28, 32, 36, 40, 42],
+        "itemsize": 48,
     }
 )
-"""A change of a slot, applied in order before the segments. `position` is a rewind's target, else 0."""
+"""A change of a slot or of a kept prefix, applied in order before the segments; what a kind lacks is 0.
+
+`position` is for rewind, attach and keep, `entry` for attach, keep and evict. Seed, top_k, temperature, top_p
+(see `types.Sampling`) and `logprobs`, alternatives that each record of the stream shall name, are for start.
+"""
 
 RECORD: Final = np.dtype(
     {
-        "names": ["stream", "slot", "position", "token", "logprob", "status", "stage"],
-        "formats": ["<u8", "<u4", "<u4", "<i4", "<f4", "<u2", "<u2"],
-        "offsets": [0, 8, 12, 16, 20, 24, 26],
+        "names": ["stream", "slot", "position", "token", "logprob", "status", "stage", "alternatives"],
+        "formats": ["<u8", "<u4", "<u4", "<i4", "<f4", "<u2", "<u2", "<u2"],
+        "offsets": [0, 8, 12, 16, 20, 24, 26, 28],
         "itemsize": 32,
     }
 )
-"""A new token and the position it takes, or why there is none (`status`, a SegmentError, at `stage`)."""
+"""A new token and the position it takes, or why there is none (`status`, a SegmentError, at `stage`).
+
+`logprob` is the natural logarithm of the token's probability at temperature 1, before any cut. The record's
+`alternatives` stand in the table of that name behind those of the records before it.
+"""
+
+ALTERNATIVE: Final = np.dtype(
+    {"names": ["token", "logprob"], "formats": ["<i4", "<f4"], "offsets": [0, 4], "itemsize": 8}
+)
+"""One of the likeliest tokens at a record's position, the likeliest first."""
 
 HEADER: Final = struct.Struct("<4sHHQQQIIIIIHH")
 FLOAT32: Final = 1
 
 _SEGMENT = struct.Struct("<QIIIHHH6x")
-_OPERATION = struct.Struct("<QIIH6x")
-_RECORD = struct.Struct("<QIIifHH4x")
+_OPERATION = struct.Struct("<QQIIIIffHH4x")
+_RECORD = struct.Struct("<QIIifHHH2x")
 _KNOWN_FLAGS: Final = int(SegmentFlag.WANT_TOKEN)
 _LAST_ERROR: Final = int(max(SegmentError))
 # Reading a member off its class is a function call in Python 3.11; every frame needs these.
 _ACTIVATIONS: Final = FrameKind.ACTIVATIONS
 _PROBE: Final = FrameKind.PROBE
 _LAST_KIND: Final = int(max(OperationKind))
-_REWIND: Final = int(OperationKind.REWIND)
+_START: Final = int(OperationKind.START)
+_WITH_POSITION: Final = frozenset(map(int, (OperationKind.REWIND, OperationKind.ATTACH, OperationKind.KEEP)))
+_WITH_ENTRY: Final = frozenset(map(int, (OperationKind.ATTACH, OperationKind.KEEP, OperationKind.EVICT)))
 
 
 def segment_table(count: int = 0) -> Table:
@@ -168,6 +211,11 @@ def operation_table(count: int = 0) -> Table:
 def record_table(count: int = 0) -> Table:
     """A zeroed table of `count` records."""
     return np.zeros(count, RECORD)
+
+
+def alternative_table(count: int = 0) -> Table:
+    """A zeroed table of `count` alternatives."""
+    return np.zeros(count, ALTERNATIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +235,7 @@ class FrameLimits:
             HEADER.size
             + self.segments * SEGMENT.itemsize
             + self.operations * OPERATION.itemsize
-            + self.records * RECORD.itemsize
+            + self.records * (RECORD.itemsize + MAX_ALTERNATIVES * ALTERNATIVE.itemsize)
         )
 
     @property
@@ -210,6 +258,7 @@ class Frame:
         operations: OPERATION table; ACTIVATIONS only.
         records: RECORD table; TOKENS only.
         payload: float32 [rows, hidden], or None while it is not received or there are no rows.
+        alternatives: ALTERNATIVE table, those of all records one after the other; TOKENS only.
     """
 
     kind: FrameKind
@@ -222,6 +271,7 @@ class Frame:
     payload: Rows | None = None
     checked_rows: int | None = None
     """The row count, when the decoder has compared it with the segments."""
+    alternatives: Table = field(default_factory=alternative_table)
 
     @property
     def rows(self) -> int:
@@ -238,8 +288,9 @@ def encode_header(frame: Frame) -> bytes:
         ValueError: a field does not fit its width, or a table has another dtype (our own mistake).
     """
     segments, operations, records = frame.segments, frame.operations, frame.records
-    if segments.dtype != SEGMENT or operations.dtype != OPERATION or records.dtype != RECORD:
-        raise ValueError("a frame's tables must have the dtypes SEGMENT, OPERATION and RECORD")
+    tables = (segments, operations, records, frame.alternatives)
+    if any(table.dtype != dtype for table, dtype in zip(tables, _DTYPES, strict=True)):
+        raise ValueError("a frame's tables must have the dtypes SEGMENT, OPERATION, RECORD and ALTERNATIVE")
     activations = frame.kind is _ACTIVATIONS
     try:
         head = HEADER.pack(
@@ -259,7 +310,7 @@ def encode_header(frame: Frame) -> bytes:
         )
     except struct.error as error:
         raise ValueError(f"a frame's field does not fit the header: {error}") from error
-    return head + b"".join([table.tobytes() for table in (segments, operations, records) if len(table)])
+    return head + b"".join([table.tobytes() for table in tables if len(table)])
 
 
 def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
@@ -290,11 +341,13 @@ def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
         raise _beyond(limits, fields)
     operations_at = HEADER.size + n_segments * SEGMENT.itemsize
     records_at = operations_at + n_operations * OPERATION.itemsize
-    if size != records_at + n_records * RECORD.itemsize:
+    alternatives_at = records_at + n_records * RECORD.itemsize
+    if size < alternatives_at or (size > alternatives_at and not n_records):
         raise FrameError(FrameFault.LENGTH, f"the frame header has {size} bytes, which its counts contradict")
     if kind is not _ACTIVATIONS or hidden != limits.hidden or dtype != FLOAT32 or n_records:
         _check_form(kind, limits, fields)
     segments, operations, records = _NO_SEGMENTS, _NO_OPERATIONS, _NO_RECORDS
+    alternatives = _NO_ALTERNATIVES
     if n_segments or rows:
         _check_segments(buffer, operations_at, rows)
         segments = np.frombuffer(buffer, SEGMENT, n_segments, HEADER.size)
@@ -302,15 +355,20 @@ def decode_header(buffer: Buffer, limits: FrameLimits) -> Frame:
         _check_operations(buffer, operations_at, records_at)
         operations = np.frombuffer(buffer, OPERATION, n_operations, operations_at)
     if n_records:
-        _check_records(buffer, records_at, size)
+        n_alternatives = _check_records(buffer, records_at, alternatives_at, size)
         records = np.frombuffer(buffer, RECORD, n_records, records_at)
-    return Frame(kind, _epoch(counter, head), number, hidden, segments, operations, records, None, rows)
+        if n_alternatives:
+            alternatives = np.frombuffer(buffer, ALTERNATIVE, n_alternatives, alternatives_at)
+    epoch = _epoch(counter, head)
+    return Frame(kind, epoch, number, hidden, segments, operations, records, None, rows, alternatives)
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}
 _NO_SEGMENTS: Final = segment_table()
 _NO_OPERATIONS: Final = operation_table()
 _NO_RECORDS: Final = record_table()
+_NO_ALTERNATIVES: Final = alternative_table()
+_DTYPES: Final = (SEGMENT, OPERATION, RECORD, ALTERNATIVE)
 
 _Fields: TypeAlias = tuple[bytes, int, int, int, int, int, int, int, int, int, int, int, int]
 
@@ -379,16 +437,36 @@ def _check_segments(buffer: Buffer, end: int, rows: int) -> None:
 
 
 def _check_operations(buffer: Buffer, at: int, end: int) -> None:
-    """Refuse operations of unknown kinds, or with a position that their kind does not have."""
+    """Refuse operations of unknown kinds, and with values that their kind does not have or can not mean."""
     for offset in range(at, end, OPERATION.itemsize):
-        _, position, _, kind = _OPERATION.unpack_from(buffer, offset)
-        if not 1 <= kind <= _LAST_KIND or (position and kind != _REWIND):
-            raise FrameError(FrameFault.TABLE, f"an operation has kind {kind} and position {position}")
+        fields = _OPERATION.unpack_from(buffer, offset)
+        _, seed, position, _, entry, top_k, temperature, top_p, kind, logprobs = fields
+        if kind == _START:
+            # Comparisons with numbers that are none are false.
+            right = 0.0 <= temperature <= MAX_TEMPERATURE and 0.0 <= top_p <= 1.0
+            right = right and logprobs <= MAX_ALTERNATIVES
+        else:
+            right = 1 <= kind <= _LAST_KIND and not (seed or top_k or temperature or top_p or logprobs)
+        if (position and kind not in _WITH_POSITION) or (entry and kind not in _WITH_ENTRY) or not right:
+            raise FrameError(
+                FrameFault.TABLE,
+                f"an operation has kind {kind}, position {position}, entry {entry}, temperature "
+                f"{temperature}, top_p {top_p}, {logprobs} alternatives: not valid",
+            )
 
 
-def _check_records(buffer: Buffer, at: int, end: int) -> None:
-    """Refuse records with an unknown status."""
+def _check_records(buffer: Buffer, at: int, end: int, size: int) -> int:
+    """How many alternatives follow; refuses unknown statuses and a length that the records contradict."""
+    total = 0
     for offset in range(at, end, RECORD.itemsize):
-        status = _RECORD.unpack_from(buffer, offset)[5]
-        if status > _LAST_ERROR:
-            raise FrameError(FrameFault.TABLE, f"a token record has the unknown status {status}")
+        *_, status, _, alternatives = _RECORD.unpack_from(buffer, offset)
+        if status > _LAST_ERROR or alternatives > MAX_ALTERNATIVES:
+            raise FrameError(
+                FrameFault.TABLE, f"a token record has status {status} and {alternatives} alternatives"
+            )
+        total += alternatives
+    if size != end + total * ALTERNATIVE.itemsize:
+        raise FrameError(
+            FrameFault.LENGTH, f"the frame header has {size} bytes, which its records contradict"
+        )
+    return total

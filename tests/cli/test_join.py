@@ -21,6 +21,7 @@ from cascadia_p2p import __version__
 from cascadia_p2p.client import Client
 from cascadia_p2p.engine.openvino.device import available_devices
 from cascadia_p2p.local import free_ports
+from cascadia_p2p.wire.frames import PROTOCOL
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -296,7 +297,7 @@ def test_rpc_05_a_ring_of_another_protocol_ends_with_5_and_both_versions(
     outcome = joins(model, "--peer", ring_of_tomorrow)
     assert outcome.code == 5
     said = sentence(outcome)
-    assert f"runs cascadia-p2p {__version__} (protocol 1)" in said
+    assert f"runs cascadia-p2p {__version__} (protocol {PROTOCOL})" in said
     assert f"the node at {ring_of_tomorrow} runs cascadia-p2p 99.1 (protocol 99)" in said
     assert "install the same release on both" in said
 

@@ -19,6 +19,7 @@ from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Limits
 from cascadia_p2p.errors import ErrorCode, MismatchError, RequestError
 from cascadia_p2p.local import free_ports
+from cascadia_p2p.wire.frames import PROTOCOL
 
 CASE = load_case("tiny12")
 OTHER = load_case("tiny12-heads")
@@ -172,7 +173,8 @@ def test_rpc_04_another_build_of_the_same_protocol_joins_with_a_warning(
             said = ring.sentences("software_mixed")
             assert said
             assert all(
-                "9.9.9+build.7" in sentence and "both speak protocol 1" in sentence for sentence in said
+                "9.9.9+build.7" in sentence and f"both speak protocol {PROTOCOL}" in sentence
+                for sentence in said
             )
             versions = {str(node["software"]) for node in head.node.status()["nodes"]}
             assert "9.9.9+build.7" in versions

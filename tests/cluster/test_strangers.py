@@ -23,7 +23,7 @@ from cascadia_p2p import __version__
 from cascadia_p2p.client import Client
 from cascadia_p2p.errors import RequestError
 from cascadia_p2p.types import Endpoint, Epoch, Instance
-from cascadia_p2p.wire.frames import OPERATION, RECORD, SEGMENT, Frame, FrameKind, encode_header
+from cascadia_p2p.wire.frames import OPERATION, PROTOCOL, RECORD, SEGMENT, Frame, FrameKind, encode_header
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
@@ -212,7 +212,7 @@ def test_rpc_05_another_protocol_is_refused_with_both_versions(ring: StandingRin
         assert (refusal["type"], refusal["code"]) == ("refusal", "version")
         assert (refusal["protocol"], refusal["software"]) == (1, __version__)
         for words in (
-            f"cascadia-p2p {__version__} (protocol 1)",
+            f"cascadia-p2p {__version__} (protocol {PROTOCOL})",
             f"cascadia-p2p 9.9.9+build.7 (protocol {protocol})",
             "need the same protocol number",
             "install the same release on both",

@@ -8,6 +8,7 @@ from ring_world import TIMES, profile
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.greeting import check, is_self, mixed_software, other_version
+from cascadia_p2p.wire.frames import PROTOCOL
 from cascadia_p2p.wire.messages import Introduction, OtherVersion, RefusalCode
 
 
@@ -29,7 +30,7 @@ def test_rpc_04_equal_releases_and_other_protocol_are_told_in_full() -> None:
     assert refusal is not None
     assert refusal.code is RefusalCode.VERSION
     assert refusal.serving
-    for words in ("0.1.0 (protocol 1)", "0.1.0 (protocol 7)", "same protocol number", "pc1", "pc2"):
+    for words in (f"0.1.0 (protocol {PROTOCOL})", "0.1.0 (protocol 7)", "same protocol number", "pc1", "pc2"):
         assert words in refusal.message
 
 
@@ -83,7 +84,7 @@ def test_a_node_knows_itself_and_a_copy_of_its_state_directory() -> None:
 
 def test_exo_19_a_greeting_of_another_protocol_gives_a_sentence() -> None:
     sentence = other_version(OWN, OtherVersion("hello", 9, "4.2.0", ""), "10.0.0.9:7600")
-    for word in ("0.1.0 (protocol 1)", "4.2.0 (protocol 9)", "10.0.0.9:7600"):
+    for word in (f"0.1.0 (protocol {PROTOCOL})", "4.2.0 (protocol 9)", "10.0.0.9:7600"):
         assert word in sentence
 
 
