@@ -1,9 +1,9 @@
 """How many frames are in the ring and how many rows each carries, from a model of a stage's time.
 
-With n streams decoding in F frames on S stages, a round of all takes `max(trip(n / F), F * T(n / F))`, where
-the first term is one frame's way round the ring, and the second the time that the slowest stage needs for
-all frames. T is the slowest stage's time (`StageTime`), and the trip is S * T where nobody measured it.
-n / F need not be whole: frames of both numbers of rows then take turns.
+With n streams decoding, r rows a frame, there are F = ceil(n / r) frames in flight, and a round of all takes
+`max(trip(r), F * T(n / F))`: the first term is one frame's way round the ring, the second the time that the
+slowest stage needs for all frames. T is the slowest stage's time (`StageTime`); the trip is S * T on S
+stages where nobody measured it. Frames do not overtake each other, so the longest decides how long a trip is.
 
 A prompt of p rows in windows of w takes `(S - 1 + ceil(p / w)) * T(w)`.
 """
@@ -32,7 +32,8 @@ class Policy:
         trip_time: of all stages together, in the unit of `stage_time`; None for stages x `stage_time`.
         stretch: prompt rows beyond `shared_window` may make a frame so many times as long as it would be with
             its decode rows alone.
-        prompt_share: of a frame's rows that is for prompts, when both prompts and decode rows wait.
+        prompt_share: most of the rows that prompts get while decode rows wait; each prompt counts as much as
+            all answers together.
     """
 
     stage_time: StageTime = DEFAULT_TIME
@@ -43,28 +44,33 @@ class Policy:
     retry_after_s: float = 5.0
     trip_time: StageTime | None = None
     stretch: float = 2.0
-    prompt_share: float = 0.5
+    prompt_share: float = 0.75
 
     def frames(self, streams: int, stages: int, limit: int) -> int:
-        """Frames in flight that finish a round of `streams` decoding streams soonest; the most among equals.
+        """Frames in flight for a round of `streams` decoding streams: see `decode_rows`."""
+        rows = self.decode_rows(streams, stages, limit)
+        return min(max(1, self.frames_in_flight), -(-max(streams, 1) // rows))
+
+    def decode_rows(self, streams: int, stages: int, limit: int) -> int:
+        """Rows a frame that finish a round of `streams` streams soonest; the fewest among equals.
 
         Args:
             streams: that decode.
             stages: of the ring.
             limit: rows that a frame can hold.
         """
-        most, times = self._most_decode_rows(limit), (self.stage_time, self.trip_time)
-        return _frames(max(streams, 1), stages, most, max(1, self.frames_in_flight), *times)
-
-    def decode_rows(self, streams: int, stages: int, limit: int) -> int:
-        """Most decode rows of one frame, when the streams are shared out among `frames` evenly."""
-        frames = self.frames(streams, stages, limit)
-        return min(self._most_decode_rows(limit), -(-max(streams, 1) // frames))
+        points = self.stage_time.points
+        most = max(1, min(limit, max(self.decode_rows_limit, points[-1][0] if points else 0)))
+        return _decode_rows(max(streams, 1), stages, most, self.stage_time, self.trip_time)
 
     def window(self, pending: int, stages: int, limit: int, *, shared: bool) -> int:
         """Rows of the next prompt window, at least 1 and at most `pending` and `limit`."""
         most = max(1, min(pending, limit, self.shared_window if shared else limit))
         return _window(max(pending, 1), stages, most, self.stage_time)
+
+    def share(self, prompts: int) -> float:
+        """The part of the rows that so many prompts get while decode rows wait."""
+        return min(self.prompt_share, prompts / (prompts + 1))
 
     def mixed_rows(self, pending: int, prompts: int, decoding: int, stages: int, limit: int) -> int:
         """Rows of a frame while prompts wait, decode rows included.
@@ -85,29 +91,22 @@ class Policy:
             most = min(limit, max(rows + self.shared_window, _most_rows(self.stage_time, longest, limit)))
         return _window(_rounded(max(amount, 1)), stages, max(1, most), self.stage_time)
 
-    def _most_decode_rows(self, limit: int) -> int:
-        points = self.stage_time.points
-        return max(1, min(limit, max(self.decode_rows_limit, points[-1][0] if points else 0)))
-
 
 def _rounded(rows: int) -> int:
-    """The number to two or three binary digits, so that few different ones are decided on."""
-    step = 1 << max(0, rows.bit_length() - 4)
+    """The number up to four binary digits, so that few different ones are decided on."""
+    step: int = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
 
 
 @lru_cache(maxsize=4096)
-def _frames(
-    streams: int, stages: int, most_rows: int, most_frames: int, time: StageTime, trip: StageTime | None
-) -> int:
-    fewest = min(-(-streams // most_rows), most_frames)
+def _decode_rows(streams: int, stages: int, most: int, time: StageTime, trip: StageTime | None) -> int:
+    def round_time(rows: int) -> float:
+        frames = -(-streams // rows)
+        way = stages * time.of(rows) if trip is None else trip.of(rows)
+        return max(way, frames * _mean(time, streams / frames))
 
-    def round_time(frames: int) -> float:
-        rows = streams / frames
-        way = stages * _mean(time, rows) if trip is None else max(_mean(trip, rows), _mean(time, rows))
-        return max(way, frames * _mean(time, rows))
-
-    return min(range(fewest, min(streams, most_frames) + 1), key=lambda f: (round_time(f), -f))
+    rows: int = min(range(1, min(most, streams) + 1), key=lambda r: (round_time(r), r))
+    return rows
 
 
 def _mean(time: StageTime, rows: float) -> float:
@@ -120,14 +119,14 @@ def _mean(time: StageTime, rows: float) -> float:
 @lru_cache(maxsize=4096)
 def _window(pending: int, stages: int, most: int, time: StageTime) -> int:
     sizes = [*range(1, min(most, 32) + 1), *range(40, most, 8), most]
-    return min(sizes, key=lambda w: ((stages - 1 + -(-pending // w)) * time.of(w), w))
+    rows: int = min(sizes, key=lambda w: ((stages - 1 + -(-pending // w)) * time.of(w), w))
+    return rows
 
 
 @lru_cache(maxsize=1024)
 def _most_rows(time: StageTime, longest: float, limit: int) -> int:
     """Most rows whose time is at most `longest`; 0 for none."""
     low, high = 0, limit
-    middle: int
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if time.of(middle) <= longest else (low, middle - 1)

@@ -11,8 +11,7 @@ after a lost node therefore is `sent = 0`.
 
 A frame (`Policy` has the numbers):
 
-- While only answers run, n streams share F frames evenly: each takes n / F rows, the broken part carried over
-  to the next, so that no two streams are tied to each other.
+- While only answers run, a frame takes the rows that are ready, up to the number that ends a round soonest.
 - While prompts wait, frames are longer. Decode rows that are ready go first, and prompts fill the rest; when
   both are more than fits, each side gets its share over the frames, one row at least in the end.
 - Prompts go in the order in which they are due (`turns`), as many in one frame as fit. Their windows follow
@@ -79,7 +78,6 @@ class Scheduler:
         self._turns = Turns()
         self._operations = Operations()
         self._ring: _Ring | None = None
-        self._carried = 0.0
         self._owed = 0.0
         self._finished: deque[float] = deque(maxlen=_FINISHES)
 
@@ -97,7 +95,7 @@ class Scheduler:
         self._running.clear()
         self._turns.clear()
         self._operations.clear()
-        self._carried = self._owed = 0.0
+        self._owed = 0.0
         self.prefix_counts.entries = self.prefix_counts.kept = 0
         prefixes = Prefixes(promise, self.prefix_counts) if promise.kept else None
         self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
@@ -284,11 +282,12 @@ class Scheduler:
         turns, policy, limit = self._turns, self.policy, ring.promise.rows
         decoding = len(self._running) - turns.prompts
         if not turns.prompts:
-            return [(turns.take_decoding(), 1) for _ in range(self._decode_rows(ring, decoding))]
+            most = policy.decode_rows(decoding, ring.stages, limit) if turns.decoding else 0
+            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, most))]
         rows = policy.mixed_rows(turns.pending, turns.prompts, decoding, ring.stages, limit)
         ready = min(turns.decoding, rows)
         if ready + turns.pending > rows:
-            self._owed = min(self._owed + rows * policy.prompt_share, rows) if ready else 0.0
+            self._owed = min(self._owed + rows * policy.share(turns.prompts), rows) if ready else 0.0
             ready = min(ready, rows - min(int(self._owed), turns.pending))
         taken = [(turns.take_decoding(), 1) for _ in range(ready)]
         left = rows - ready
@@ -302,18 +301,6 @@ class Scheduler:
             left -= window
         self._owed = max(0.0, self._owed - (rows - ready - left))
         return taken
-
-    def _decode_rows(self, ring: _Ring, decoding: int) -> int:
-        """Rows of the next frame while only answers run: n / F in the mean."""
-        ready = self._turns.decoding
-        if not ready:
-            return 0
-        frames = self.policy.frames(decoding, ring.stages, ring.promise.rows)
-        most = self.policy.decode_rows(decoding, ring.stages, ring.promise.rows)
-        wanted = decoding / frames + self._carried
-        rows = int(wanted + 1e-9)
-        self._carried = max(wanted - rows, 0.0)
-        return min(ready, most, max(1, rows))
 
     def _compose(self, ring: _Ring, windows: list[tuple[Stream, int]]) -> Plan:
         ring.number += 1
