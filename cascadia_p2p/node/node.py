@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -168,6 +169,7 @@ class Node:
             }
             requests["pending"] = self._head.pending
             body["requests"] = requests
+            body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body
 
     # --- events in ----------------------------------------------------------------------------------------
