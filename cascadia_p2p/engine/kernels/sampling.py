@@ -32,7 +32,7 @@ from cascadia_p2p.compiled.simd import (
     store_part,
     sub,
 )
-from cascadia_p2p.engine.kernels.checks import expect
+from cascadia_p2p.engine.kernels.checks import Shaped, expect
 from cascadia_p2p.engine.kernels.rows import I32
 
 F64: TypeAlias = npt.NDArray[np.float64]
@@ -323,7 +323,7 @@ def sample_tokens(
         logprobs: float32 [rows]; natural log probabilities of `tokens` at temperature 1, before and after.
     """
     rows, vocabulary = logits.shape
-    given = {
+    given: dict[str, Shaped] = {
         "temperatures": temperatures,
         "top_k": top_k,
         "top_p": top_p,
