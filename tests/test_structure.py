@@ -22,6 +22,7 @@ FORBIDDEN = {
     "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
     "discovery": {"zmq", "openvino", "numba"},
     "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
+    "workload": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib", "time"},
 }
 """Libraries that a package must not know."""
 
@@ -50,6 +51,7 @@ ALLOWED = {
     },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
+    "workload": {"errors"},
 }
 """Our own packages that a package may import, beside itself; `node` and `cli` see everything."""
 
