@@ -43,8 +43,8 @@ PROMPTS: Final = {
     "that surprised astronomers the most when they found it.",
     "poem": "Write a poem of four stanzas about the first snow in a harbour town, with rhymes at the "
     "ends of the lines and without the word white in it.",
-    "instructions": "Give step by step instructions for changing the inner tube of a bicycle wheel beside the "
-    "road, with the tools that one needs and the usual mistakes.",
+    "instructions": "Give step by step instructions for changing the inner tube of a bicycle wheel beside "
+    "the road, with the tools that one needs and the usual mistakes.",
     "translation": "Translate into German and into French: the last train leaves at a quarter past eleven, "
     "so we have to be at the station before the shops close.",
     "true or false": "Say whether each is true or false and why: sound is faster in water than in air; glass "
