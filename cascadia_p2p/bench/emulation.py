@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
 
 import orjson
 
+from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.local import LocalRing
 from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.emulated.config import FAMILY, EmulatedConfig
+from cascadia_p2p.node.profiles import profile_path, write_profile
+from cascadia_p2p.planning.measured import FrameTime, Link, MeasuredNode, Subject
 from cascadia_p2p.shards.encodings import Encodings
 from cascadia_p2p.shards.manifest import (
     EMBED,
@@ -22,8 +31,133 @@ from cascadia_p2p.shards.manifest import (
     layer_file,
     shard_directory,
 )
+from cascadia_p2p.simulate.fleet import Fleet
 
-_NOTHING = hashlib.sha256(b"").hexdigest()
+VOCAB: Final = 1024
+"""Token ids of an emulated model; choosing among more would only cost this machine time."""
+
+HIDDEN: Final = 6144
+START_S: Final = 300.0
+_THREADS: Final = 1
+
+_NOTHING: Final = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What is emulated.
+
+    Args:
+        fleet: whose times are waited for.
+        context: positions a stream.
+        slots: streams at once.
+        time_scale: all times are divided by this.
+    """
+
+    fleet: Fleet
+    context: int
+    slots: int
+    time_scale: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        """Rows a frame that the nodes promise."""
+        return self.fleet.promise.rows
+
+    def config(self) -> EmulatedConfig:
+        """The model that has these times."""
+        stages, scale, rows = self.fleet.stages, self.time_scale, range(1, self.rows + 1)
+        tail = stages[-1].head
+        links = [tuple((hop.latency_s + hop.row_s * r) / scale for r in rows) for hop in self.fleet.hops]
+        return EmulatedConfig(
+            hidden=HIDDEN,
+            vocab=VOCAB,
+            context=self.context,
+            frame_s=tuple(tuple(stage.table.of(r) / scale for r in rows) for stage in stages),
+            head_s=tuple(0.0 if tail is None else tail.of(r) / scale for r in rows),
+            link_s=tuple(links) or ((0.0,) * self.rows,),
+        )
+
+
+@contextmanager
+def emulated_ring(emulation: Emulation, tell: Callable[[str], None]) -> Iterator[tuple[str, EmulatedConfig]]:
+    """A ring of one process a stage on 127.0.0.1, ended with the block: the head's client address, the model.
+
+    Args:
+        emulation: what is emulated.
+        tell: takes a sentence about how far it is.
+
+    Raises:
+        CascadiaError: the ring does not open; holds what the nodes said last.
+    """
+    config = emulation.config()
+    flags = ["--slots", str(emulation.slots), "--rows", str(emulation.rows)]
+    flags += ["--context", str(emulation.context), "--threads", str(_THREADS), "--no-mdns"]
+    with TemporaryDirectory(prefix="cascadia-bench-") as scratch:
+        model, state = Path(scratch) / "model", Path(scratch) / "state"
+        manifest = write_emulated(model, config)
+        _write_profiles(state, manifest, config)
+        with LocalRing(model, state, flags=flags) as ring:
+            yield _opened(ring, config.layers, tell), config
+            tell("ending the nodes")
+
+
+def _opened(ring: LocalRing, nodes: int, tell: Callable[[str], None]) -> str:
+    """Start the nodes and return the head's client address when the ring is open."""
+    tell(f"starting {nodes} nodes that wait instead of computing, on 127.0.0.1")
+    for shard in range(nodes):
+        ring.start_node("--shard", str(shard))
+    endpoint: str | None = None
+    opened: set[int] = set()
+    for event in ring.events(START_S, until_one_ends=True):
+        match event.event:
+            case "clients_served":
+                endpoint = str(event.fields["endpoint"])
+            case "ring_open":
+                opened.add(event.node)
+            case "ring_closed":
+                opened.clear()
+        if endpoint is not None and len(opened) == nodes:
+            tell("the ring is open")
+            return endpoint
+    if (words := ring.ended()) is not None:
+        raise CascadiaError(f"the emulated ring can not open: {words}")
+    raise CascadiaError(
+        f"the emulated ring did not open within {START_S:.0f} s: this machine may be too busy for "
+        f"{nodes} nodes; they said last:\n{ring.tail(1)}"
+    )
+
+
+def _write_profiles(state: Path, manifest: Manifest, config: EmulatedConfig) -> None:
+    """Put where `join` looks what `profile` would have measured on the machines of the fleet."""
+    for shard, times in enumerate(config.frame_s):
+        subject = Subject(
+            fingerprint=manifest.fingerprint,
+            shard=shard,
+            device="CPU",
+            precision="fine",
+            cache="f32",
+            threads=_THREADS,
+        )
+        last = shard == config.layers - 1
+        frames = tuple(
+            FrameTime(
+                kind="decode",
+                rows=rows,
+                positions=0,
+                frames=1,
+                seconds=seconds + (config.head_s[rows - 1] if last else 0.0),
+                parts={},
+                read_bytes=0,
+                bus_before=1.0,
+                bus_after=1.0,
+            )
+            for rows, seconds in enumerate(times, 1)
+        )
+        link = Link(rate=1e9, latency_s=config.link_s[shard][0])
+        name = f"stage {shard}"
+        measured = MeasuredNode(name=name, bandwidth=1.0, link=link, subject=subject, frames=frames)
+        write_profile(profile_path(state, subject), measured)
 
 
 def write_emulated(directory: Path, config: EmulatedConfig) -> Manifest:

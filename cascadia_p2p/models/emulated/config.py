@@ -24,7 +24,8 @@ class EmulatedConfig:
         context: positions a stream.
         frame_s: of each layer, the seconds that it takes for a frame of 1, 2, 3, ... rows; all equally many.
         head_s: seconds of choosing 1, 2, 3, ... tokens at the end, as many.
-        link_s: seconds from the end of one stage to the start of the next for 1, 2, 3, ... rows, as many.
+        link_s: of each layer, the seconds from its end to the next one's start for 1, 2, 3, ... rows,
+            as many. The last one's are the way of tokens back to the first.
     """
 
     hidden: int
@@ -32,7 +33,7 @@ class EmulatedConfig:
     context: int
     frame_s: tuple[tuple[float, ...], ...]
     head_s: tuple[float, ...]
-    link_s: tuple[float, ...]
+    link_s: tuple[tuple[float, ...], ...]
 
     @property
     def layers(self) -> int:
@@ -62,7 +63,7 @@ class EmulatedConfig:
             "max_position_embeddings": self.context,
             "frame_s": [list(times) for times in self.frame_s],
             "head_s": list(self.head_s),
-            "link_s": list(self.link_s),
+            "link_s": [list(times) for times in self.link_s],
         }
 
     @classmethod
@@ -74,20 +75,29 @@ class EmulatedConfig:
         """
         fields = Fields(values, "the manifest's config")
         head = _times(fields, "head_s", fields.value("head_s"), None)
-        frames = fields.value("frame_s")
-        if not isinstance(frames, list) or not 1 <= len(frames) <= MOST_LAYERS:
-            raise fields.wrong("frame_s", f"1 to {MOST_LAYERS} lists of times")
+        frames = _lists(fields, "frame_s", len(head))
+        links = _lists(fields, "link_s", len(head))
+        if len(links) != len(frames):
+            raise fields.wrong("link_s", f"{len(frames)} lists of times, as many as frame_s has")
         config = cls(
             hidden=fields.integer("hidden_size"),
             vocab=fields.integer("vocab_size"),
             context=fields.integer("max_position_embeddings"),
-            frame_s=tuple(_times(fields, "frame_s", each, len(head)) for each in frames),
+            frame_s=frames,
             head_s=head,
-            link_s=_times(fields, "link_s", fields.value("link_s"), len(head)),
+            link_s=links,
         )
         if config.hidden < 4:
             raise fields.wrong("hidden_size", "at least 4")
         return config
+
+
+def _lists(fields: Fields, name: str, count: int) -> tuple[tuple[float, ...], ...]:
+    """Seconds for 1, 2, 3, ... rows of every layer."""
+    value = fields.value(name)
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_LAYERS:
+        raise fields.wrong(name, f"1 to {MOST_LAYERS} lists of times")
+    return tuple(_times(fields, name, each, count) for each in value)
 
 
 def _times(fields: Fields, name: str, value: object, count: int | None) -> tuple[float, ...]:

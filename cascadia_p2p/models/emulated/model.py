@@ -50,18 +50,24 @@ def token_of(values: U64, vocab: int) -> U64:
     return values % np.uint64(vocab)
 
 
-def expected_tokens(config: EmulatedConfig, prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    """The answer of `count` tokens that a ring of emulated stages gives to a prompt of token ids."""
-    sums = np.zeros(config.layers, np.uint64)
-    ids = list(prompt)
-    for position in range(len(prompt) + count - 1):
-        value = np.array([ids[position]], np.uint64)
+def expected_answers(
+    config: EmulatedConfig, prompts: Sequence[Sequence[int]], count: int
+) -> list[tuple[int, ...]]:
+    """The answers of `count` tokens that a ring of emulated stages gives to prompts of equal length."""
+    if not prompts:
+        return []
+    length = len(prompts[0])
+    ids = np.zeros((len(prompts), length + count), np.uint64)
+    ids[:, :length] = prompts
+    sums = np.zeros((config.layers, len(prompts)), np.uint64)
+    for position in range(length + count - 1):
+        values = ids[:, position]
         for layer in range(config.layers):
-            sums[layer : layer + 1] += contribution(value, np.array([position], np.uint64), layer)
-            value = passed_on(sums[layer : layer + 1])
-        if position >= len(prompt) - 1:
-            ids.append(int(token_of(value, config.vocab)[0]))
-    return tuple(ids[len(prompt) :])
+            sums[layer] += contribution(values, np.full(len(prompts), position, np.uint64), layer)
+            values = passed_on(sums[layer])
+        if position >= length - 1:
+            ids[:, position + 1] = token_of(values, config.vocab)
+    return [tuple(answer) for answer in ids[:, length:].tolist()]
 
 
 def put(x: F32, column: int, values: U64) -> None:
@@ -198,7 +204,10 @@ class EmulatedStageModel:
 
     def enter(self, rows: RowTable, x: F32) -> None:
         """See `engine.model.StageModel`."""
-        due = 0.0 if self.first else int(take(x[:1], 2)[0]) / 1e6 + self._config.link_s[len(x) - 1]
+        due = 0.0
+        if not self.first:
+            link = self._config.link_s[self.layers[0].number - 1]
+            due = int(take(x[:1], 2)[0]) / 1e6 + link[len(x) - 1]
         self._waiting.frame(len(x), due)
 
     def logits(self, x: F32) -> F32:
@@ -208,6 +217,8 @@ class EmulatedStageModel:
         logits.fill(0.0)
         logits[np.arange(len(x)), token_of(take(x, 0), self._config.vocab).astype(np.int64)] = 1.0
         self._waiting.wait(self._config.head_s[len(x) - 1], WorkPart.HEAD)
+        # A token frame carries no time, so its way is waited for here: the last stage is later free by that.
+        self._waiting.wait(self._config.link_s[-1][len(x) - 1], WorkPart.ROUTER)
         return logits
 
     def times(self) -> WorkTimes:
