@@ -92,8 +92,8 @@ def faults(before: RingCount, after: RingCount, asked: Sequence[Asked]) -> list[
     """
     if before.epoch != after.epoch:
         return [
-            f"the ring was formed anew (epoch {before.epoch}, then {after.epoch}): a node was lost, and times "
-            "and counts say nothing"
+            f"the ring was formed anew (epoch {before.epoch}, then {after.epoch}): a node was lost, and "
+            "times and counts say nothing"
         ]
     replies = [each.reply for each in asked if each.reply is not None]
     prompt = sum(reply.usage.prompt_tokens for reply in replies)

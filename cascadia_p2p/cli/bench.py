@@ -249,7 +249,9 @@ class _Command:
             sys.stdout.buffer.write(self._json(setting, reports))
         else:
             curve = {point.streams: point.decode_tok_s for point in published().curve}
-            Console(highlight=False).print(as_table(reports, curve))
+            # Narrow columns in a file would hide what they are.
+            width = None if sys.stdout.isatty() else 120
+            Console(highlight=False, width=width).print(as_table(reports, curve))
         if self.args.out is not None:
             self._write(setting, reports)
 
