@@ -122,7 +122,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._times = WorkTimes()
-        self._due = 0.0
+        self._due = self._late = 0.0
 
     def frame(self, rows: int, not_before: float = 0.0) -> None:
         """A frame of so many rows begins, now or at `not_before` if that is later (`time.perf_counter`)."""
@@ -135,7 +135,7 @@ class Waiting:
 
     def start(self) -> None:
         """Planned times run from now on."""
-        self._due = time.perf_counter()
+        self._due, self._late = time.perf_counter(), 0.0
 
     def wait(self, seconds: float, part: WorkPart) -> None:
         """Sleep until the next `seconds` of plan are over."""
@@ -143,7 +143,9 @@ class Waiting:
         while (left := self._due - time.perf_counter()) > 0:
             time.sleep(left)
         self._times.seconds[part] += seconds
-        self._times.seconds[WorkPart.GLUE] -= left
+        # What was late before this part has been counted; a long part may make up for it.
+        self._times.seconds[WorkPart.GLUE] += -left - self._late
+        self._late = -left
 
     def times(self) -> WorkTimes:
         """The totals so far."""
