@@ -93,10 +93,11 @@ def run(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _end)
     try:
         if args.emulate is None:
-            return _Command(args, config, levels, protocol).run(config.endpoint)
+            texts = None if args.prompt_file is None else TextPrompts.read(args.prompt_file)
+            return _Command(args, config, levels, protocol, texts).run(config.endpoint)
         emulation = _emulation(args, config, levels, protocol)
         with emulated_ring(emulation, _tell) as (endpoint, model):
-            command = _Command(args, config, levels, protocol, emulation, model)
+            command = _Command(args, config, levels, protocol, None, emulation, model)
             return command.run(Endpoint.parse(endpoint))
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -150,6 +151,7 @@ class _Command:
     Args:
         args, config: from the command line.
         levels, protocol: what is measured.
+        texts: the user's own prompts.
         emulation, model: of an emulated ring.
     """
 
@@ -157,6 +159,7 @@ class _Command:
     config: Config
     levels: tuple[int, ...]
     protocol: Protocol
+    texts: TextPrompts | None = None
     emulation: Emulation | None = None
     model: EmulatedConfig | None = None
 
@@ -212,12 +215,10 @@ class _Command:
         facts = status.get("vocabulary")
         ids = facts.get("ids") if isinstance(facts, dict) and not facts.get("tokenizer") else None
         if isinstance(ids, int):
-            if self.args.prompt_file is not None:
+            if self.texts is not None:
                 raise UsageError("the ring's model has no tokenizer: leave out --prompt-file")
             return IdPrompts(ids, self.args.seed)
-        if self.args.prompt_file is not None:
-            return TextPrompts.read(self.args.prompt_file)
-        return TextPrompts.families()
+        return self.texts or TextPrompts.families()
 
     def _setting(self, started: str, prompts: Prompts, status: Mapping[str, JsonValue]) -> Setting:
         emulated: dict[str, JsonValue] | None = None
@@ -237,12 +238,7 @@ class _Command:
         """Whether emulated stages gave the tokens that they must; of others nothing is known."""
         if self.model is None:
             return [None] * len(asked)
-        prompts = [each.prompt for each in asked if not isinstance(each.prompt, str)]
-        expected = expected_answers(self.model, prompts, self.protocol.tokens)
-        return [
-            _difference(each.reply.token_ids if each.reply else (), right)
-            for each, right in zip(asked, expected, strict=True)
-        ]
+        return wrong_answers(self.model, asked, self.protocol.tokens)
 
     def _print(self, setting: Setting, reports: Sequence[LevelReport]) -> None:
         if self.args.json:
@@ -261,6 +257,16 @@ class _Command:
     def _json(self, setting: Setting, reports: Sequence[LevelReport]) -> bytes:
         body = as_json(setting, reports, complete=len(reports) == len(self.levels))
         return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def wrong_answers(model: EmulatedConfig, asked: Sequence[Asked], tokens: int) -> list[str | None]:
+    """What is wrong with each answer of emulated stages to prompts of token ids; None where nothing is."""
+    prompts = [each.prompt for each in asked if not isinstance(each.prompt, str)]
+    expected = expected_answers(model, prompts, tokens)
+    return [
+        _difference(each.reply.token_ids if each.reply else (), right)
+        for each, right in zip(asked, expected, strict=True)
+    ]
 
 
 def _difference(tokens: Sequence[int], right: Sequence[int]) -> str | None:
