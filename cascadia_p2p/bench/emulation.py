@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
 import orjson
 
+from cascadia_p2p.bench.prompts import ID_PROMPT
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.local import LocalRing
 from cascadia_p2p.matrices.encoding import Encoding
@@ -31,7 +32,10 @@ from cascadia_p2p.shards.manifest import (
     layer_file,
     shard_directory,
 )
-from cascadia_p2p.simulate.fleet import Fleet
+from cascadia_p2p.simulate.fleet import Fleet, Hop
+from cascadia_p2p.simulate.study import PolicyName, Study
+from cascadia_p2p.types import Promise
+from cascadia_p2p.workload import LevelResult, Protocol
 
 VOCAB: Final = 1024
 """Token ids of an emulated model; choosing among more would only cost this machine time."""
@@ -48,33 +52,46 @@ class Emulation:
     """What is emulated.
 
     Args:
-        fleet: whose times are waited for.
-        context: positions a stream.
-        slots: streams at once.
-        time_scale: all times are divided by this.
+        fleet: whose times are waited for, and what its nodes promise.
     """
 
     fleet: Fleet
-    context: int
-    slots: int
-    time_scale: float = 1.0
+
+    @classmethod
+    def of(cls, fleet: Fleet, promise: Promise, time_scale: float = 1.0) -> Emulation:
+        """A fleet with another promise, whose times are all divided by `time_scale`."""
+        part = 1.0 / time_scale
+        stages = tuple(
+            replace(
+                stage,
+                table=stage.table.scaled(part),
+                head=None if stage.head is None else stage.head.scaled(part),
+            )
+            for stage in fleet.stages
+        )
+        hops = tuple(Hop(hop.latency_s * part, hop.row_s * part) for hop in fleet.hops)
+        return cls(replace(fleet, stages=stages, hops=hops, promise=promise))
 
     @property
     def rows(self) -> int:
         """Rows a frame that the nodes promise."""
         return self.fleet.promise.rows
 
+    def simulated(self, streams: int, protocol: Protocol) -> LevelResult:
+        """A level on the same fleet under a virtual clock, where software takes no time."""
+        return Study(self.fleet, protocol, ID_PROMPT).level(PolicyName.OURS, streams).result
+
     def config(self) -> EmulatedConfig:
         """The model that has these times."""
-        stages, scale, rows = self.fleet.stages, self.time_scale, range(1, self.rows + 1)
+        stages, rows = self.fleet.stages, range(1, self.rows + 1)
         tail = stages[-1].head
-        links = [tuple((hop.latency_s + hop.row_s * r) / scale for r in rows) for hop in self.fleet.hops]
+        links = [tuple(hop.latency_s + hop.row_s * r for r in rows) for hop in self.fleet.hops]
         return EmulatedConfig(
             hidden=HIDDEN,
             vocab=VOCAB,
-            context=self.context,
-            frame_s=tuple(tuple(stage.table.of(r) / scale for r in rows) for stage in stages),
-            head_s=tuple(0.0 if tail is None else tail.of(r) / scale for r in rows),
+            context=self.fleet.promise.context,
+            frame_s=tuple(tuple(stage.table.of(r) for r in rows) for stage in stages),
+            head_s=tuple(0.0 if tail is None else tail.of(r) for r in rows),
             link_s=tuple(links) or ((0.0,) * self.rows,),
         )
 
@@ -91,8 +108,9 @@ def emulated_ring(emulation: Emulation, tell: Callable[[str], None]) -> Iterator
         CascadiaError: the ring does not open; holds what the nodes said last.
     """
     config = emulation.config()
-    flags = ["--slots", str(emulation.slots), "--rows", str(emulation.rows)]
-    flags += ["--context", str(emulation.context), "--threads", str(_THREADS), "--no-mdns"]
+    promise = emulation.fleet.promise
+    flags = ["--slots", str(promise.slots), "--rows", str(promise.rows)]
+    flags += ["--context", str(promise.context), "--threads", str(_THREADS), "--no-mdns"]
     with TemporaryDirectory(prefix="cascadia-bench-") as scratch:
         model, state = Path(scratch) / "model", Path(scratch) / "state"
         manifest = write_emulated(model, config)

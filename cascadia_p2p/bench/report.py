@@ -70,7 +70,7 @@ def as_json(setting: Setting, levels: Sequence[LevelReport], *, complete: bool) 
         **TypeAdapter(Setting).dump_python(setting, mode="json"),
         "complete": complete,
         "levels": [
-            {**level, "bench_share": report.bench_share}
+            {**level, "bench_share": report.bench_share, "overhead": report.overhead}
             for level, report in zip(_LEVELS.dump_python(list(levels), mode="json"), levels, strict=True)
         ],
     }
@@ -87,15 +87,17 @@ def as_table(levels: Sequence[LevelReport], published: Mapping[int, float]) -> T
     titles = ["streams", "decode tok/s", "phase tok/s", "TTFT median s", "p95 s", "requests"]
     if published:
         titles.insert(2, "published")
+    if any(level.simulated for level in levels):
+        titles += ["simulated", "overhead"]
     titles += ["head CPU ms/tok", "middle", "tail", "bench CPU"]
     for title in titles:
         table.add_column(title, justify="right", overflow="fold")
     for level in levels:
-        table.add_row(*_row(level, published))
+        table.add_row(*_row(level, published, simulated="overhead" in titles))
     return table
 
 
-def _row(level: LevelReport, published: Mapping[int, float]) -> list[str]:
+def _row(level: LevelReport, published: Mapping[int, float], *, simulated: bool) -> list[str]:
     result = level.result
     if result is None:
         cells = ["no answer", *[""] * (5 if published else 4)]
@@ -106,6 +108,10 @@ def _row(level: LevelReport, published: Mapping[int, float]) -> list[str]:
             cells.append("" if found is None else f"{found:.2f}")
         cells += [f"{result.phase_tok_s:.2f}", f"{result.ttft_median_s:.2f}", f"{result.ttft_p95_s:.2f}"]
         cells.append(str(result.requests))
+    if simulated:
+        best = None if level.simulated is None else level.simulated.decode_tok_s
+        cells.append("" if best is None else f"{best:.2f}")
+        cells.append("" if level.overhead is None else f"{level.overhead:.1%}")
     mark = " !" if level.faults else ""
     return [f"{level.streams}{mark}", *cells, *_cpu(level.nodes), f"{level.bench_share:.1%}"]
 

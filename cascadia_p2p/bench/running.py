@@ -52,6 +52,8 @@ class LevelReport:
         bench_cpu_s: of this process.
         wall_s: from the level's start to its end.
         load: the machine's load average at its end, where there is one.
+        simulated: what the simulator gives for the same stage times, with software that costs nothing; None
+            for a ring that computes.
     """
 
     streams: int
@@ -61,6 +63,14 @@ class LevelReport:
     bench_cpu_s: float
     wall_s: float
     load: float | None
+    simulated: LevelResult | None = None
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of the simulated decode rate that is missing: what all but stage times and hops takes."""
+        pair = (self.result, self.simulated)
+        rates = [None if each is None else each.decode_tok_s for each in pair]
+        return None if rates[0] is None or not rates[1] else 1.0 - rates[0] / rates[1]
 
     @property
     def bench_share(self) -> float:
@@ -82,6 +92,7 @@ class Bench:
         prompts: the texts or ids.
         judge: what is wrong with each of a level's answers; None where nothing is.
         tell: takes a sentence about how far it is.
+        simulate: what a level of so many streams should give at best; None where that is not known.
         levels: those that are complete.
     """
 
@@ -90,6 +101,7 @@ class Bench:
     prompts: Prompts
     judge: Callable[[Sequence[Asked]], Sequence[str | None]]
     tell: Callable[[str], None]
+    simulate: Callable[[int], LevelResult | None] = lambda streams: None
     levels: list[LevelReport] = field(default_factory=list)
 
     async def run(self, levels: Sequence[int]) -> None:
@@ -123,6 +135,7 @@ class Bench:
             bench_cpu_s=cpu,
             wall_s=wall,
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+            simulated=self.simulate(streams),
         )
 
     def _tell_cohort(self, streams: int, cohorts: Sequence[Sequence[Asked]], count: int) -> None:

@@ -28,10 +28,12 @@ from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.emulated.model import expected_answers
+from cascadia_p2p.shards.files import write_whole
 from cascadia_p2p.simulate.fleet import Fleet
+from cascadia_p2p.simulate.plot import Curve, check_plot, draw
 from cascadia_p2p.simulate.published import NAME, published
-from cascadia_p2p.types import Endpoint
-from cascadia_p2p.workload import LEVELS, Protocol, parse_levels
+from cascadia_p2p.types import Endpoint, Promise
+from cascadia_p2p.workload import LEVELS, LevelResult, Protocol, parse_levels
 
 INTERRUPTED = 130
 DEFAULTS = Protocol()
@@ -66,11 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of prompts of token ids (default: 0)"
     )
     parser.add_argument("--note", default="", metavar="TEXT", help="words that are kept in the JSON")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON there, after every level")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the curve beside the published one, as PNG"
-    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all as JSON, after every level")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the curve and the published one")
     parser.add_argument(
         "--emulate",
         metavar="FLEET",
@@ -120,9 +119,10 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--time-scale {args.time_scale:g}: expected 0.01 to 1000")
     if not 0 <= args.seed < 2**63:
         raise UsageError(f"--seed {args.seed}: expected 0 or more")
-    for path in (args.out, args.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} can not be written: there is no directory {path.absolute().parent}")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}")
+    if args.plot is not None:
+        check_plot(args.plot)
 
 
 def _emulation(
@@ -134,8 +134,9 @@ def _emulation(
             f"--context {config.context}: prompts of {ID_PROMPT} tokens and answers of {protocol.tokens} "
             f"need {least}"
         )
+    fleet = _fleet(args.emulate)
     slots = max(levels) if args.slots is None else config.slots
-    return Emulation(_fleet(args.emulate), config.context, slots, args.time_scale)
+    return Emulation.of(fleet, Promise(slots, config.context, fleet.promise.rows), args.time_scale)
 
 
 def _fleet(name: str) -> Fleet:
@@ -196,11 +197,10 @@ class _Command:
             prompts = self._prompts(status)
             setting = self._setting(started, prompts, status)
             settings.append(setting)
-            bench = Bench(client, self.protocol, prompts, self._judge, _tell, reports)
+            bench = Bench(client, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
             for streams in self.levels:
                 await bench.run([streams])
-                if self.args.out is not None:
-                    self._write(setting, reports)
+                self._write(setting, reports)
 
     def _require_open(self, status: Mapping[str, JsonValue]) -> None:
         if status.get("state") != "open":
@@ -223,7 +223,7 @@ class _Command:
     def _setting(self, started: str, prompts: Prompts, status: Mapping[str, JsonValue]) -> Setting:
         emulated: dict[str, JsonValue] | None = None
         if self.emulation is not None:
-            emulated = {"fleet": self.emulation.fleet.name, "time_scale": self.emulation.time_scale}
+            emulated = {"fleet": self.emulation.fleet.name, "time_scale": self.args.time_scale}
         return Setting(
             started=started,
             note=self.args.note,
@@ -241,22 +241,37 @@ class _Command:
         return wrong_answers(self.model, asked, self.protocol.tokens)
 
     def _print(self, setting: Setting, reports: Sequence[LevelReport]) -> None:
-        if self.args.json:
-            sys.stdout.buffer.write(self._json(setting, reports))
-        else:
-            curve = {point.streams: point.decode_tok_s for point in published().curve}
-            # Narrow columns in a file would hide what they are.
-            width = None if sys.stdout.isatty() else 120
-            Console(highlight=False, width=width).print(as_table(reports, curve))
-        if self.args.out is not None:
-            self._write(setting, reports)
+        curve = {point.streams: point.decode_tok_s for point in published().curve}
+        # Narrow columns in a file would hide what they are.
+        width = None if sys.stdout.isatty() else 140
+        Console(highlight=False, width=width).print(as_table(reports, curve))
+        self._write(setting, reports)
+        if self.args.plot is not None:
+            self._draw(reports)
+
+    def _simulated(self, streams: int) -> LevelResult | None:
+        return None if self.emulation is None else self.emulation.simulated(streams, self.protocol)
 
     def _write(self, setting: Setting, reports: Sequence[LevelReport]) -> None:
-        self.args.out.write_bytes(self._json(setting, reports))
-
-    def _json(self, setting: Setting, reports: Sequence[LevelReport]) -> bytes:
+        path = self.args.json
+        if path is None:
+            return
         body = as_json(setting, reports, complete=len(reports) == len(self.levels))
-        return orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        try:
+            write_whole(path, orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        except OSError as error:
+            raise CascadiaError(f"--json {path} can not be written: {error.strerror}") from error
+
+    def _draw(self, reports: Sequence[LevelReport]) -> None:
+        results = [each.result for each in reports if each.result is not None]
+        best = [each.simulated for each in reports if each.simulated is not None]
+        if not results:
+            return
+        emulated = "" if self.emulation is None else f"emulated {self.emulation.fleet.name}, "
+        curves = [Curve(f"{emulated}measured", results)]
+        if best:
+            curves.append(Curve("simulated, software free of cost", best, dashed=True))
+        draw(self.args.plot, "streams at once", [*curves, Curve("published", published().curve, dashed=True)])
 
 
 def wrong_answers(model: EmulatedConfig, asked: Sequence[Asked], tokens: int) -> list[str | None]:

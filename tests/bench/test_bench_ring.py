@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from cli.conftest import Run, run
@@ -17,13 +18,10 @@ from cascadia_p2p.bench.running import Bench, LevelReport
 from cascadia_p2p.cli.bench import wrong_answers
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.models.emulated.config import EmulatedConfig
-from cascadia_p2p.simulate.clock import Simulation
-from cascadia_p2p.simulate.drivers import SchedulerDriver
 from cascadia_p2p.simulate.fleet import Fleet, Hop, Stage, even_hops
-from cascadia_p2p.simulate.ring import VirtualRing
 from cascadia_p2p.simulate.tables import StageTable
 from cascadia_p2p.types import Promise
-from cascadia_p2p.workload import Protocol, level_result
+from cascadia_p2p.workload import Protocol
 
 __all__ = ["run"]
 
@@ -51,7 +49,7 @@ class Standing:
 @pytest.fixture(scope="module")
 def ring() -> Iterator[Standing]:
     said: list[str] = []
-    with emulated_ring(Emulation(fleet(), context=256, slots=SLOTS), said.append) as (endpoint, model):
+    with emulated_ring(Emulation(fleet()), said.append) as (endpoint, model):
         yield Standing(endpoint, model)
     assert said[0].startswith("starting 3 nodes")
 
@@ -72,8 +70,7 @@ def measure(ring: Standing, *levels: int, model: EmulatedConfig | None = None) -
 
 
 def simulated(streams: int) -> float:
-    simulation = Simulation(SchedulerDriver(fleet()), VirtualRing(fleet()))
-    found = level_result(streams, simulation.cohorts(streams, PROTOCOL, ID_PROMPT)).decode_tok_s
+    found = Emulation(fleet()).simulated(streams, PROTOCOL).decode_tok_s
     assert found is not None
     return found
 
@@ -128,11 +125,11 @@ def test_answers_of_other_stages_are_noticed(ring: Standing) -> None:
     assert "wrong from token" in level.faults[0]
 
 
-def test_the_command_measures_a_ring_that_runs(ring: Standing, run: Run) -> None:
+def test_the_command_measures_a_ring_that_runs(ring: Standing, run: Run, tmp_path: Path) -> None:
     asked = ("--levels", "2,8", "--tokens", 8, "--requests", 1, "--note", "a try")
-    done = run("bench", "--endpoint", ring.endpoint, *asked, "--json")
+    done = run("bench", "--endpoint", ring.endpoint, *asked, "--json", tmp_path / "out.json")
     assert done.code == 0, done.err
-    body = json.loads(done.out)
+    body = json.loads((tmp_path / "out.json").read_bytes())
     assert body["note"] == "a try"
     assert body["prompts"] == f"{ID_PROMPT} random token ids"
     assert body["protocol"] == {"tokens": 8, "gap_s": 0.015, "least_requests": 1}

@@ -25,7 +25,7 @@ from cli.conftest import Run
         (("--emulate", "published", "--prompt-file", "x"), "leave out --prompt-file"),
         (("--emulate", "published", "--time-scale", 0), "--time-scale 0"),
         (("--emulate", "published", "--context", 100), "--context 100"),
-        (("--out", "/no/such/directory/a.json"), "no directory /no/such/directory"),
+        (("--json", "/no/such/directory/a.json"), "no directory /no/such/directory"),
         (("--plot", "/no/such/directory/a.png"), "no directory /no/such/directory"),
     ],
 )
