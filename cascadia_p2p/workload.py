@@ -171,8 +171,10 @@ def level_result(streams: int, cohorts: Sequence[Sequence[Timeline]]) -> LevelRe
         raise ValueError(f"the level of {streams} streams has no request")
     decode_tokens, decode_s = 0, 0.0
     for cohort in cohorts:
-        count, seconds = _decoding(cohort)
-        decode_tokens, decode_s = decode_tokens + count, decode_s + seconds
+        if (window := decode_window(cohort)) is not None:
+            begin, end = window
+            decode_s += end - begin
+            decode_tokens += sum(1 for each in cohort for time in each.tokens if begin < time <= end)
     tokens = sum(len(each.tokens) for each in requests)
     phase_s = max(each.last for each in requests) - min(each.start for each in requests)
     waits = [each.ttft_s for each in requests]
@@ -190,6 +192,15 @@ def level_result(streams: int, cohorts: Sequence[Sequence[Timeline]]) -> LevelRe
         ttft_median_s=quantile(waits, 0.5),
         ttft_p95_s=quantile(waits, 0.95),
     )
+
+
+def decode_window(cohort: Sequence[Timeline]) -> tuple[float, float] | None:
+    """From when to when every stream of a cohort decodes; None when that never is."""
+    if not cohort:
+        return None
+    begin = max(each.first for each in cohort)
+    end = min(each.last for each in cohort)
+    return (begin, end) if end > begin else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -221,14 +232,3 @@ def parse_levels(flag: str, text: str) -> tuple[int, ...]:
             "between them, as in 1,8,88"
         )
     return tuple(sorted({int(word) for word in words}))
-
-
-def _decoding(cohort: Sequence[Timeline]) -> tuple[int, float]:
-    """Tokens and seconds of the time in which every stream of a cohort decodes."""
-    if not cohort:
-        return 0, 0.0
-    begin = max(each.first for each in cohort)
-    end = min(each.last for each in cohort)
-    if end <= begin:
-        return 0, 0.0
-    return sum(1 for each in cohort for time in each.tokens if begin < time <= end), end - begin
