@@ -13,6 +13,7 @@ from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
@@ -76,6 +77,12 @@ def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int
 
 
 NO_OPERATIONS = operations()
+
+
+def own_blocks(promise: Promise, window: int | None, rewind: int) -> npt.NDArray[np.int32]:
+    """A table that gives every slot blocks of its own, once and for all: int32 [slots, n]."""
+    blocks = Geometry.of(promise, window, rewind).blocks
+    return np.arange(promise.slots * blocks, dtype=np.int32).reshape(promise.slots, blocks)
 
 
 def backend_for(precision: str, rows: int, threads: int) -> MatrixBackend:

@@ -25,7 +25,7 @@ from cascadia_p2p.engine.memory import (
     shard_weights,
     stage_memory,
 )
-from cascadia_p2p.engine.slots import cached_positions
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.inkling.config import InklingConfig
@@ -156,7 +156,7 @@ def test_bf16_halves_keys_and_values_and_nothing_else() -> None:
     whole = stage_memory(sizes, range(12), promise, 16, exact)
     half = stage_memory(sizes, range(12), promise, 16, replace(exact, cache=Encoding.BF16))
     kept = sum(
-        2 * cached_positions(promise, layer.cache.window, 16) * layer.cache.position_bytes
+        2 * Geometry.of(promise, layer.cache.window, 16).positions * layer.cache.position_bytes
         for layer in sizes.layers
     )
     assert whole.caches - half.caches == kept // 2
