@@ -75,9 +75,11 @@ def shard_weights(shard: StoredShard, backend: Backend) -> int:
 
 def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int, footprint: Footprint = EXACT) -> int:
     """Bytes of one layer's keys, values and histories for all promised slots and kept prefixes."""
-    positions = Geometry.of(promise, cache.window, rewind).positions
+    geometry = Geometry.of(promise, cache.window, rewind)
     history = _F32 * max(cache.taps - 1 + rewind, 0) * cache.channels
-    slots = promise.slots * (positions * footprint.position_bytes(cache) + history)
+    # One block is nobody's.
+    positions = BLOCK + promise.slots * geometry.positions
+    slots = positions * footprint.position_bytes(cache) + promise.slots * history
     return slots + promise.kept * prefix_bytes(cache, promise, rewind, footprint)
 
 

@@ -25,8 +25,9 @@ from cascadia_p2p.types import Promise
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
-NO_BLOCK: Final = -1
-"""Stands in a table where a slot has no block."""
+NO_BLOCK: Final = 0
+"""Stands in a table where a slot has no block. It is one of the pool that nobody has, so that whoever calls
+layers for a slot without blocks harms no stream and no other memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Geometry:
         return self.reach or 0
 
     def pool_blocks(self, promise: Promise) -> int:
-        """Blocks of the pool."""
-        return promise.slots * self.blocks + promise.kept * self.kept_blocks()
+        """Blocks of the pool, the one that nobody has among them."""
+        return 1 + promise.slots * self.blocks + promise.kept * self.kept_blocks()
 
 
 class BlockPool:
@@ -85,7 +86,7 @@ class BlockPool:
         self.table = np.full((promise.slots, geometry.blocks), NO_BLOCK, np.int32)
         """int32 [slots, n]: a slot's block at each of its places."""
         self._counts = np.zeros(self.blocks, np.int32)
-        self._free = np.empty(self.blocks, np.int32)
+        self._free = np.empty(self.blocks - 1, np.int32)
         length = geometry.blocks if geometry.reach is None else geometry.reach
         self._kept = np.full((promise.kept, length), NO_BLOCK, np.int32)
         self.reset()
@@ -111,8 +112,8 @@ class BlockPool:
         self._kept.fill(NO_BLOCK)
         self._counts.fill(0)
         # Taken from the end: the lowest numbers first.
-        self._free[:] = np.arange(self.blocks - 1, -1, -1)
-        self._left = self.blocks
+        self._free[:] = np.arange(self.blocks - 1, NO_BLOCK, -1)
+        self._left = len(self._free)
 
     def lacking(self, slot: int, begin: int, end: int) -> I32:
         """Places of the block indices `begin` to `end` - 1 that need a free block before they are written."""

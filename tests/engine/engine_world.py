@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,12 +68,19 @@ def segments(*windows: Window) -> Table:
     return table
 
 
-def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int, int, int]) -> Table:
-    """Kind, stream, slot and, for a rewind, position."""
+Step: TypeAlias = (
+    tuple[OperationKind, int, int]
+    | tuple[OperationKind, int, int, int]
+    | tuple[OperationKind, int, int, int, int]
+)
+"""Kind, stream, slot and, where the kind has them, position and entry."""
+
+
+def operations(*steps: Step) -> Table:
     table = np.zeros(len(steps), OPERATION)
-    for operation, (kind, stream, slot, *position) in zip(table, steps, strict=True):
-        operation["kind"], operation["stream"], operation["slot"] = kind, stream, slot
-        operation["position"] = position[0] if position else 0
+    for operation, step in zip(table, steps, strict=True):
+        for name, value in zip(("kind", "stream", "slot", "position", "entry"), step, strict=False):
+            operation[name] = value
     return table
 
 
