@@ -155,7 +155,9 @@ class Node:
             body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
+        body["vocabulary"] = {"ids": self._model.facts.vocab, "tokenizer": self._model.has_tokenizer}
         body["engine"] = {
             "device": self._config.device,
             "precision": self._config.precision,
