@@ -81,6 +81,7 @@ class Scheduler:
         self._operations = Operations()
         self._ring: _Ring | None = None
         self._owed = 0.0
+        self._mixed = 0
         self._shaped: Policy | None = None
         self._shapes: dict[int, tuple[int, int]] = {}
         """Rows and frames by the number of streams that decode, for the policy `_shaped`."""
@@ -100,7 +101,7 @@ class Scheduler:
         self._running.clear()
         self._turns.clear()
         self._operations.clear()
-        self._owed, self._shaped = 0.0, None
+        self._owed, self._mixed, self._shaped = 0.0, 0, None
         self.prefix_counts.entries = self.prefix_counts.kept = 0
         prefixes = Prefixes(promise, self.prefix_counts, self._block) if promise.kept else None
         self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
@@ -298,9 +299,12 @@ class Scheduler:
         """Choose (stream, rows): decode rows, the one that has waited longest first, then prompts."""
         turns = self._turns
         if not turns.prompts:
+            self._mixed = 0
             return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, decode_rows))]
         decoding = len(self._running) - turns.prompts
-        rows = self.policy.mixed_rows(turns.pending, turns.prompts, decoding, ring.stages, ring.promise.rows)
+        rows = self._mixed = self.policy.mixed_rows(
+            turns.pending, turns.prompts, decoding, ring.stages, ring.promise.rows, self._mixed
+        )
         ready = min(turns.decoding, rows)
         if ready + turns.pending > rows:
             self._owed = min(self._owed + rows * self.policy.share(turns.prompts), rows) if ready else 0.0

@@ -143,6 +143,14 @@ def test_frames_with_prompts_fit(pending: int, prompts: int, decoding: int, stag
         assert 1 <= Policy(stage_time=time).mixed_rows(pending, prompts, decoding, stages, limit) <= limit
 
 
+def test_frames_do_not_get_shorter_as_a_backlog_ends() -> None:
+    policy = Policy(stage_time=FLEET)
+    assert policy.mixed_rows(20, 1, 3, 11, 64) < 8
+    assert policy.mixed_rows(20, 1, 3, 11, 64, before=8) == 8
+    # What decode rows bear bounds it all the same.
+    assert policy.mixed_rows(20, 1, 3, 11, 64, before=64) == 9
+
+
 def test_each_prompt_counts_as_much_as_all_answers() -> None:
     policy = Policy()
     assert [policy.share(prompts) for prompts in (1, 2, 3, 50)] == [0.5, pytest.approx(2 / 3), 0.75, 0.75]
