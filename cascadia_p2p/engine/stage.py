@@ -13,13 +13,9 @@ import structlog
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 from cascadia_p2p.engine.matrix import F32
 from cascadia_p2p.engine.model import StageModel
-<<<<<<< HEAD
-from cascadia_p2p.engine.sampling import Choice, SlotSampling
-from cascadia_p2p.engine.slots import Mask, Slots, Table
-=======
 from cascadia_p2p.engine.paging import Mask
+from cascadia_p2p.engine.sampling import Choice, SlotSampling
 from cascadia_p2p.engine.slots import Slots, Table
->>>>>>> paging
 from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Promise
@@ -50,12 +46,8 @@ class Stage:
     def __init__(self, model: StageModel, promise: Promise, rewind: int = 16, number: int = 0) -> None:
         self._model = model
         self._promise = promise
-<<<<<<< HEAD
-        self._slots = Slots(promise, rewind)
-        self._sampling = SlotSampling(promise.slots)
-=======
         self._slots = Slots(promise, rewind, model.paging)
->>>>>>> paging
+        self._sampling = SlotSampling(promise.slots)
         self.number = number
 
     @property
