@@ -296,13 +296,14 @@ def test_the_prefix_used_least_lately_goes_first() -> None:
     assert (counts.keeps, counts.evictions, counts.kept, counts.entries) == (4, 2, 2, 2)
 
 
-def test_running_streams_have_room_before_kept_prefixes() -> None:
+@pytest.mark.parametrize(("prompt", "kept", "used"), [(13, 5, 15), (5, 6, 6)])
+def test_running_streams_have_room_before_kept_prefixes(prompt: int, kept: int, used: int) -> None:
     """Eight blocks a slot: two streams of full length leave none to entries alone."""
     scheduler, ring = opened(slots=2, context=32, kept=6)
     for number in range(6):
-        run_one(scheduler, ring, number, tuple(range(number * 40, number * 40 + 13)), 1)
-    # Sixteen blocks: five entries of three leave room, while nothing runs.
-    assert (scheduler.prefix_counts.kept, ring.used) == (5, 15)
+        run_one(scheduler, ring, number, tuple(range(number * 40, number * 40 + prompt)), 1)
+    # Of sixteen blocks, five entries of three leave room for the sixth stream.
+    assert (scheduler.prefix_counts.kept, ring.used) == (kept, used)
     for number in (10, 11):
         scheduler.submit(request(number, 20, 12), 0.0)
     ring.run(scheduler.schedule(0.0))
