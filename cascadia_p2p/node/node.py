@@ -154,7 +154,9 @@ class Node:
             body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
+        body["vocabulary"] = {"ids": self._model.facts.vocab, "tokenizer": self._model.has_tokenizer}
         body["engine"] = {
             "device": self._config.device,
             "precision": self._config.precision,
@@ -277,6 +279,7 @@ class Node:
         action: actions.LoadShard
         | actions.SwitchEpoch
         | actions.SendProbe
+        | actions.SetPace
         | actions.OpenRing
         | actions.CloseRing
         | actions.PauseAdmission
@@ -292,6 +295,8 @@ class Node:
                 self._worker.switch(action)
             case actions.SendProbe(epoch, number):
                 self._worker.probe(epoch, number)
+            case actions.SetPace(times):
+                call(lambda: conductor.pace(times.slowest, times.trip))
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
