@@ -259,8 +259,9 @@ class Worker:
     def report(self) -> dict[str, JsonValue]:
         """The data thread's counters for `status`: times in seconds, drops by reason, work by part.
 
-        Frames and rows at the top are those of this epoch; misfits, which are operations that the stage could
-        not follow, times, and frames and rows under `work` are since the shard was loaded. `frame_ms` and `row_ms` are means of these, by part.
+        Frames and rows at the top are those of this epoch. Misfits, which are operations that the stage could
+        not follow, times, and frames and rows under `work` are since the shard was loaded. `frame_ms` and
+        `row_ms` are means of these, by part.
         """
         counted = self._data.counters
         work = self._work()
