@@ -80,7 +80,10 @@ def chooser(logits: F32, sampling: Sampling, alternatives: int) -> Callable[[], 
     def choose() -> float:
         position[0] += 1
         began = time.perf_counter()
-        slots.choose(logits, slot, position, Choice(1), 0)
+        choice = Choice(1)
+        choice.pick(logits, 0)
+        if not slots.all_greedy:
+            slots.choose(logits, slot, position, choice, 0)
         return time.perf_counter() - began
 
     choose()
