@@ -52,9 +52,14 @@ class HeadConductor:
         self._scheduler.close()
         self._tell(self._scheduler.drop_all(error))
 
-    def pace(self, stage_time: StageTime) -> None:
-        """Compose frames for stages whose time grows with rows like this."""
-        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time)
+    def pace(self, stage_time: StageTime, trip_time: StageTime | None = None) -> None:
+        """Compose frames for a ring with these times.
+
+        Args:
+            stage_time: of its slowest stage.
+            trip_time: of all its stages together; None when only the slowest is known.
+        """
+        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time, trip_time=trip_time)
 
     def admit(self, admitting: bool) -> None:
         """Start waiting streams, or leave them waiting."""

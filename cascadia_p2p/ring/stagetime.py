@@ -5,10 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 MAX_POINTS: Final = 64
 """Points of a table, at most."""
+
+Pace: TypeAlias = tuple[tuple[int, float], ...]
+"""Rows of a frame and the time that it takes, by growing rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class StageTime:
 
     fixed: float = 1.0
     per_row: float = 0.15
-    points: tuple[tuple[int, float], ...] = ()
+    points: Pace = ()
 
     def of(self, rows: float) -> float:
         """The time for `rows` rows; a broken number is a mean of frames of whole rows.

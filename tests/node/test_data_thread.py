@@ -372,7 +372,7 @@ ROW = np.zeros((1, HIDDEN), np.float32)
         (FrameFault.LIMIT, one_row(Epoch(1, HEAD), rows=17), ROW),
         (FrameFault.FOREIGN, b"\xff" * 64, None),
         (FrameFault.LENGTH, b"hello", ROW),
-        (FrameFault.VERSION, one_row(Epoch(1, HEAD)).replace(b"CP2P\x01", b"CP2P\x02"), ROW),
+        (FrameFault.VERSION, one_row(Epoch(1, HEAD)).replace(b"CP2P\x02", b"CP2P\x01"), ROW),
     ],
 )
 def test_what_does_not_belong_is_counted_and_the_ring_goes_on(

@@ -39,6 +39,8 @@ def introduction() -> dict[str, object]:
         data=Endpoint("fe80::1%eth0", 7601),
         epoch=6,
         device="CPU",
+        precision="fine",
+        cache="bf16",
         pid=4711,
     )
 
@@ -48,6 +50,7 @@ MESSAGES = [
     m.Welcome(**introduction(), client=ADDRESS),
     m.Refusal(**WHO, code=m.RefusalCode.FLEET, message="fleet 'a' meets fleet 'b'", software="0.1.0"),
     m.State(**WHO, claim=m.Claim(), holds=[1], epoch=3, progress=0.5, standby=True),
+    m.State(**WHO, claim=m.Claim(), layer_s=0.002, pace=[(1, 0.011), (8, 0.018), (64, 0.5)]),
     m.Assign(**WHO, shard=0),
     m.Form(**WHO, epoch=EPOCH, members=[m.Member(**WHO, shard=0, data=ADDRESS)], promise=PROMISE),
     m.Ready(**WHO, epoch=EPOCH),
