@@ -52,6 +52,10 @@ ALLOWED = {
     },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
+    "bench": {
+        *("errors", "types", "wire", "client", "node", "local", "simulate", "workload"),
+        *("models", "matrices", "shards", "planning"),
+    },
     "workload": {"errors"},
     "simulate": {"errors", "types", "wire", "ring", "planning", "models", "engine", "workload"},
 }

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -154,7 +155,9 @@ class Node:
             body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
+        body["vocabulary"] = {"ids": self._model.facts.vocab, "tokenizer": self._model.has_tokenizer}
         body["engine"] = {
             "device": self._config.device,
             "precision": self._config.precision,
@@ -168,6 +171,7 @@ class Node:
             }
             requests["pending"] = self._head.pending
             body["requests"] = requests
+            body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body
 
     # --- events in ----------------------------------------------------------------------------------------
