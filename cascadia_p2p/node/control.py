@@ -120,6 +120,7 @@ class ControlPlane:
 
     def start(self) -> None:
         """Take messages from now on."""
+        self._server.turned_away = self._turned_away
         self._serving = asyncio.create_task(self._serve(), name="control-server")
         self._serving.add_done_callback(self._watch)
 
@@ -244,9 +245,6 @@ class ControlPlane:
         with contextlib.suppress(SocketClosedError):
             while True:
                 call = await self._server.receive()
-                if isinstance(call, Stranger):
-                    self._turned_away(call)
-                    continue
                 accepted = self._accepted.get(call.identity)
                 if accepted is None:
                     accepted = _Accepted(next(self._numbers), call.identity)

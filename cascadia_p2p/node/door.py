@@ -115,9 +115,8 @@ class Door:
                 f"the node at {endpoint} has no key and stays outside: copy {mine} there, beside its shards"
             )
         return (
-            f"the node at {endpoint} has another key, or is no node: if it belongs to this fleet, copy "
-            f"{mine} "
-            f"there, beside its shards as {FLEET_KEY}"
+            f"the node at {endpoint} has another key or none, or is no node: if it belongs to this fleet, "
+            f"copy {mine} there, beside its shards as {FLEET_KEY}"
         )
 
     def turned_away(self, stranger: Stranger) -> str | None:
@@ -129,13 +128,13 @@ class Door:
                 f"turned away {stranger.host}: it has a fleet's key, and this node has none. If both belong "
                 f"together, copy {FLEET_KEY} from beside that PC's shards to {self.model / FLEET_KEY}"
             )
-        if stranger.why is Knock.FOREIGN:
-            return None
         has = {
             Knock.MECHANISM: "no key",
             Knock.KEY: "another key",
             Knock.REFUSED: "a client's key, or one of no node",
-        }[stranger.why]
+        }.get(stranger.why)
+        if has is None:
+            return None
         return (
             f"turned away {stranger.host}: it has {has}. If it is a node of this fleet, copy {self._mine()} "
             "there, "

@@ -91,7 +91,7 @@ def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str |
                 "key "
                 "('cascadia-p2p keygen --client NAME' makes it) and name it with --key FILE"
             )
-        case Knock.KEY if keyed:
+        case Knock.HUNG_UP if keyed:
             return "it has another fleet's key than this PC, or is no head"
     return "what listens there does not speak this protocol"
 

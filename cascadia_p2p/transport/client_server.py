@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import zmq
 
-from cascadia_p2p.transport.curve import Domain, open_door
+from cascadia_p2p.transport.curve import Domain
 from cascadia_p2p.transport.looping import (
     Delivery,
     LoopSocket,
@@ -127,12 +127,13 @@ class ClientServer:
         Raises:
             PortError: see `network.bind`.
             CascadiaError: nobody could authenticate clients.
+            ValueError: an address in the clear comes behind a guarded one, whose lock it would get too.
         """
         made = self._socket.zmq
         if guarded:
             self._network.guard(made, Domain.CLIENTS)
-        else:
-            open_door(made)
+        elif self._guarded:
+            raise ValueError("addresses in the clear are bound before those that are guarded")
         endpoint = bind(made, host, port, flag)
         self.endpoints.append(endpoint)
         if guarded and self._network.keys is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -63,33 +64,34 @@ class ControlServer:
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
             network.guard(made, Domain.NODES)
+            self.endpoint = bind(made, host, port, flag)
             self._signal = Signal()
             self._monitor = Monitor(made, _DOOR_EVENTS, self._signal)
-            self.endpoint = bind(made, host, port, flag)
             self._socket = LoopSocket(made, self._signal)
         except BaseException:
             made.close(linger=0)
             raise
+        self.turned_away: Callable[[Stranger], None] = lambda _: None
+        """Told, by `receive`, of everybody whose handshake failed."""
         self._client_answer = client_answer
         self._hosts: dict[int, str] = {}
         self._knock: Knock | None = None
         self.malformed = 0
         """Messages that were dropped because they had another shape than one part."""
 
-    async def receive(self) -> ControlCall | Stranger:
-        """The next message, or who was turned away; safe to cancel."""
+    async def receive(self) -> ControlCall:
+        """The next message; safe to cancel."""
         while True:
             self._signal.clear()
-            if (stranger := self._stranger()) is not None:
-                return stranger
+            self._follow_strangers()
             while (parts := self._socket.take()) is not None:
                 if len(parts) == 2:
                     return ControlCall(parts[0].bytes, parts[1].bytes)
                 self._turn_away(parts)
             await self._signal.wait()
 
-    def _stranger(self) -> Stranger | None:
-        """Follow the connections up to the next failed handshake, which its end follows at once."""
+    def _follow_strangers(self) -> None:
+        """Follow the connections: the end of one follows its failed handshake at once."""
         while (event := self._monitor.take()) is not None:
             if event.event == zmq.Event.ACCEPTED:
                 self._hosts[event.value] = peer_address(event.value)
@@ -97,10 +99,9 @@ class ControlServer:
                 host = self._hosts.pop(event.value, "")
                 knock, self._knock = self._knock, None
                 if knock is not None:
-                    return Stranger(host or "an unknown address", knock)
+                    self.turned_away(Stranger(host or "an unknown address", knock))
             else:
                 self._knock = failed_handshake(event.event, event.value)
-        return None
 
     def _turn_away(self, parts: list[zmq.Frame]) -> None:
         self.malformed += 1
@@ -136,7 +137,7 @@ class Dial(Enum):
     CLOSED = "closed"
     """What listens there has a key, and this side has none."""
     OTHER_KEY = "other_key"
-    """Both have a key, and not the same."""
+    """What listens there has not this side's key, or hung up for another reason."""
 
     @property
     def about_keys(self) -> bool:
@@ -216,7 +217,7 @@ class ControlDialer:
     def _refused(self, why: Knock | None) -> Dial:
         if why is Knock.MECHANISM:
             return Dial.IN_THE_CLEAR if self._keyed else Dial.CLOSED
-        if self._keyed and why in (Knock.KEY, Knock.REFUSED):
+        if self._keyed and why in (Knock.HUNG_UP, Knock.REFUSED):
             return Dial.OTHER_KEY
         return Dial.HANDSHAKE_FAILED
 

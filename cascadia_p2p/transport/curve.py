@@ -119,13 +119,6 @@ def close_door(made: zmq.Socket[bytes], keys: Keys, domain: Domain) -> None:
     made.setsockopt(zmq.CURVE_SERVER, 1)
 
 
-def open_door(made: zmq.Socket[bytes]) -> None:
-    """Let in everybody, at every address that is bound from now on."""
-    made.setsockopt(zmq.CURVE_SERVER, 0)
-    made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 0)
-    made.setsockopt(zmq.ZAP_DOMAIN, b"")
-
-
 class Authenticator:
     """Answers ZeroMQ's questions about keys, in a thread of its own; one a context.
 
@@ -227,9 +220,11 @@ class Knock(Enum):
     MECHANISM = "mechanism"
     """One side has a key, the other has none."""
     KEY = "key"
-    """Both have one, and not the same; or what answered is nothing of ours."""
+    """Who dialled has another key; only the dialled side can tell."""
     REFUSED = "refused"
     """The fleet's key was right, and the own one is not admitted."""
+    HUNG_UP = "hung_up"
+    """The other side ended it: for a key that is not its own, or for any reason else."""
     FOREIGN = "foreign"
     """What it sent is no ZeroMQ."""
 
@@ -249,7 +244,7 @@ def failed_handshake(event: zmq.Event, value: int) -> Knock | None:
         case zmq.Event.HANDSHAKE_FAILED_PROTOCOL if value == _CRYPTOGRAPHIC:
             return Knock.KEY
         case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL if value in _HUNG_UP:
-            return Knock.KEY
+            return Knock.HUNG_UP
         case zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
             return Knock.FOREIGN
     return None
