@@ -24,6 +24,9 @@ RECONNECT_MAX_MS: Final = 1000
 HIGH_WATER: Final = 1000
 MAX_SOCKETS: Final = 4096
 MAX_DESCRIPTORS: Final = 65_536
+SEALED: Final = 64
+"""Bytes that CURVE adds to a part, at most."""
+
 NOTHING: Final = 1 << 13
 """Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
 
@@ -58,7 +61,8 @@ class Network:
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         made.setsockopt(zmq.RCVHWM, HIGH_WATER)
         made.setsockopt(zmq.IMMEDIATE, 1)
-        made.setsockopt(zmq.MAXMSGSIZE, max_part)
+        # ZeroMQ counts what encryption adds.
+        made.setsockopt(zmq.MAXMSGSIZE, max_part if self.keys is None else max_part + SEALED)
         made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

@@ -132,6 +132,24 @@ def test_who_has_a_key_sends_nothing_to_a_port_in_the_clear() -> None:
     run(scenario, None)
 
 
+def test_a_frame_as_large_as_allowed_is_not_too_large_once_it_is_encrypted() -> None:
+    rows = np.arange(1 << 19, dtype=np.float32).reshape(64, -1)
+    with Network(NODE) as here, Network(NODE) as there:
+        receiver = DataReceiver(here, "127.0.0.1", 0, max_part=rows.nbytes)
+        sender = DataSender(there, receiver.endpoint)
+        deadline = time.monotonic() + 10
+        while not sender.send(b"header", rows):
+            assert time.monotonic() < deadline
+            sender.wait(100)
+        while receiver.recv_header(True) is None:
+            assert time.monotonic() < deadline
+        out = np.empty_like(rows)
+        assert receiver.recv_payload(out)
+        assert (out == rows).all()
+        sender.close()
+        receiver.close()
+
+
 @pytest.mark.parametrize(
     "keys", [NODE, None, OTHER_FLEET, STRANGER], ids=["right", "none", "other", "stranger"]
 )
