@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     add_answer_flags(parser, max_tokens=1024)
     parser.add_argument("--hide-reasoning", action="store_true", help="print answers only")
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     configure_logs("console", "error")
     forgive_encodings()
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
+    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
         converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))
     return 0
 

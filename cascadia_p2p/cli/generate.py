@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the whole reply as JSON; with --stream a line a piece"
     )
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_eos:
         options["ignore_eos"] = True
     messages = _messages(args, prompt)
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
+    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
         tell_if_waiting(client)
         if args.stream:
             _print_pieces(

@@ -14,9 +14,11 @@ from rich.table import Table
 from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
-from cascadia_p2p.errors import RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.work import read_work
 
@@ -28,14 +30,17 @@ WORK_S = 1.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    add_flags(parser, "endpoint", "fleet")
+    add_flags(parser, "endpoint", "fleet", "key")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask the head, or any node while there is no head, and print what it knows."""
     config = load_config(flags_of(args), file=args.config)
     configure_logs("console", "error")
-    body = _with_work(_ask(config))
+    key = find_client_key(config.fleet, key=config.key)
+    # A client's key opens the client port only.
+    keys = None if key is None or key.client is not None else Keys(key.pair, key.server)
+    body = _with_work(_ask(config, keys), keys)
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
@@ -43,11 +48,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_work(body: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _with_work(body: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonValue]:
     """The body with what each node alone knows, where it can be asked: its engine, where its time goes."""
     nodes = _rows(body, "nodes")
     others = [node for node in nodes if node.get("node") != body.get("node")]
-    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others)), strict=True))
+    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others, keys)), strict=True))
     for node in nodes:
         answer = answers.get(id(node), body)
         counted = answer.get("data_thread")
@@ -56,50 +61,59 @@ def _with_work(body: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return body
 
 
-async def _ask_all(nodes: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-    return await asyncio.gather(*map(_ask_one, nodes))
+async def _ask_all(nodes: list[dict[str, JsonValue]], keys: Keys | None) -> list[dict[str, JsonValue]]:
+    return await asyncio.gather(*(_ask_one(node, keys) for node in nodes))
 
 
-async def _ask_one(node: dict[str, JsonValue]) -> dict[str, JsonValue]:
+async def _ask_one(node: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonValue]:
     try:
-        return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S)
+        return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S, keys)
     except (UnreachableError, UsageError):
         return {}
 
 
-def _ask(config: Config) -> dict[str, JsonValue]:
+def _ask(config: Config, keys: Keys | None) -> dict[str, JsonValue]:
     if config.endpoint is not None:
-        return _ask_endpoint(config.endpoint)
+        return _ask_endpoint(config.endpoint, config, keys)
     found = find_nodes_sync(config.fleet)
+    refusal: NotAdmittedError | None = None
     for each in found:
         for client in each.clients:
             try:
-                return _ask_head(client)
+                return _ask_head(client, config)
+            except NotAdmittedError as error:
+                refusal = error
             except (UnreachableError, WireError):
                 continue
     for each in found:
         for control in each.endpoints:
             try:
-                return asyncio.run(ask_node(control, ANSWER_S))
+                return asyncio.run(ask_node(control, ANSWER_S, keys))
+            except NotAdmittedError as error:
+                refusal = error
             except UnreachableError:
                 continue
+    if refusal is not None:
+        raise refusal
     raise UnreachableError(
         f"no node of fleet '{config.fleet}' answers: start nodes with 'cascadia-p2p join', check --fleet, "
         "or name one with --endpoint tcp://HOST:PORT (client or control port)"
     )
 
 
-def _ask_endpoint(endpoint: Endpoint) -> dict[str, JsonValue]:
+def _ask_endpoint(endpoint: Endpoint, config: Config, keys: Keys | None) -> dict[str, JsonValue]:
     """A head's client port, or any node's control port."""
     try:
-        return _ask_head(endpoint)
-    except RequestError:
-        # So a control port answers what clients ask.
-        return asyncio.run(ask_node(endpoint, ANSWER_S))
+        return _ask_head(endpoint, config)
+    except (RequestError, NotAdmittedError) as error:
+        # So a control port answers what clients ask: in words, or by its lock.
+        if isinstance(error, NotAdmittedError) and keys is None:
+            raise
+        return asyncio.run(ask_node(endpoint, ANSWER_S, keys))
 
 
-def _ask_head(endpoint: Endpoint) -> dict[str, JsonValue]:
-    with Client(endpoint, timeout_s=ANSWER_S) as client:
+def _ask_head(endpoint: Endpoint, config: Config) -> dict[str, JsonValue]:
+    with Client(endpoint, fleet=config.fleet, timeout_s=ANSWER_S, key=config.key) as client:
         return client.status()
 
 

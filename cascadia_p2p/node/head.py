@@ -155,6 +155,10 @@ class HeadService:
         self._outbox.close()
         self._server.close()
 
+    def expel(self) -> None:
+        """End the connections of clients whose key was withdrawn."""
+        self._server.expel()
+
     def deliver(self, updates: Sequence[Update]) -> None:
         """Take what happened to streams; in the event loop."""
         for update in updates:

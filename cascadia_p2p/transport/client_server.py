@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import zmq
 
-from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent
+from cascadia_p2p.transport.curve import Domain
+from cascadia_p2p.transport.looping import (
+    Delivery,
+    LoopSocket,
+    Monitor,
+    Signal,
+    SocketEvent,
+    connection_of,
+)
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
 from cascadia_p2p.types import Endpoint
 
@@ -87,11 +97,16 @@ class ClientServer:
         except BaseException:
             made.close(linger=0)
             raise
+        self._network = network
         self.endpoints: list[Endpoint] = []
+        self.expelled = 0
+        """Connections that were ended because their key was withdrawn."""
         self.faults = 0
         """Messages without the shape of a request."""
         self._open: dict[int, int] = {}
         self._ended: set[int] = set()
+        self._guarded: set[tuple[str, int]] = set()
+        self._keys: dict[int, bytes] = {}
         self._serial = 0
         self._waiting: deque[ClientEvent] = deque()
 
@@ -100,15 +115,41 @@ class ClientServer:
         """Connections that are open now."""
         return len(self._open)
 
-    def bind(self, host: str, port: int, *, flag: str = "--client-port") -> Endpoint:
+    def bind(self, host: str, port: int, *, flag: str = "--client-port", guarded: bool = False) -> Endpoint:
         """Serve at one more address; port 0 takes any free one.
+
+        Args:
+            host: see `network.bind`.
+            port: see `network.bind`.
+            flag: see `network.bind`.
+            guarded: let in only clients with a key, if the network has one.
 
         Raises:
             PortError: see `network.bind`.
+            CascadiaError: nobody could authenticate clients.
+            ValueError: an address in the clear comes behind a guarded one, whose lock it would get too.
         """
-        endpoint = bind(self._socket.zmq, host, port, flag)
+        made = self._socket.zmq
+        if guarded:
+            self._network.guard(made, Domain.CLIENTS)
+        elif self._guarded:
+            raise ValueError("addresses in the clear are bound before those that are guarded")
+        endpoint = bind(made, host, port, flag)
         self.endpoints.append(endpoint)
+        if guarded and self._network.keys is not None:
+            self._guarded.add((_host(endpoint.host), endpoint.port))
         return endpoint
+
+    def expel(self) -> None:
+        """End the connections of clients that are not admitted any more.
+
+        Who has asked nothing yet is not known by name: such connections end too, and whoever is still
+        admitted connects again by itself.
+        """
+        self._follow_connections()
+        for descriptor in list(self._open):
+            if not self._admitted(self._keys.get(descriptor)):
+                self._hang_up(descriptor)
 
     async def receive(self) -> ClientEvent:
         """The next request, misshapen message or end of a connection; safe to cancel."""
@@ -138,6 +179,7 @@ class ClientServer:
 
     def _follow_connections(self) -> None:
         while (event := self._monitor.take()) is not None:
+            self._keys.pop(event.value, None)
             if event.event == zmq.Event.ACCEPTED:
                 self._end(event)
                 self._ended.discard(event.value)
@@ -152,13 +194,36 @@ class ClientServer:
             self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
 
+    def _admitted(self, key: bytes | None) -> bool:
+        keys = self._network.keys
+        return keys is None or (key is not None and keys.admit(Domain.CLIENTS, key))
+
+    def _hang_up(self, descriptor: int | None) -> None:
+        """End a connection at one of the guarded addresses; ZeroMQ itself can not."""
+        if descriptor is None:
+            return
+        with connection_of(descriptor) as made, contextlib.suppress(OSError):
+            # The descriptor may belong to something else by now.
+            if made is not None and self._is_guarded(made.getsockname()):
+                made.shutdown(socket.SHUT_RDWR)
+                self.expelled += 1
+
+    def _is_guarded(self, name: tuple[str, int]) -> bool:
+        return (_host(str(name[0])), name[1]) in self._guarded
+
     def _next(self) -> int:
         self._serial += 1
         return self._serial
 
     def _accept(self, parts: list[zmq.Frame]) -> None:
         """Queue what a message is, and behind it the end of its connection if that came first."""
-        descriptor = _descriptor(parts[-1])
+        descriptor, key = _descriptor(parts[-1]), _key(parts[-1])
+        if key is not None and not self._admitted(key):
+            if descriptor in self._open:
+                self._hang_up(descriptor)
+            return
+        if key is not None and descriptor in self._open:
+            self._keys[descriptor] = key
         ended = descriptor in self._ended
         if ended or descriptor is None:
             connection = self._next()
@@ -170,6 +235,19 @@ class ClientServer:
         self._waiting.append(event)
         if ended:
             self._waiting.append(ClientGone(connection))
+
+
+def _key(part: zmq.Frame) -> bytes | None:
+    """The key that was admitted on a part's connection; None on one in the clear."""
+    try:
+        return str(part.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return None
+
+
+def _host(text: str) -> str:
+    """An address without its scope."""
+    return text.partition("%")[0]
 
 
 def _descriptor(part: zmq.Frame) -> int | None:
