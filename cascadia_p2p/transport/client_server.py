@@ -16,6 +16,12 @@ LINGER_MS: Final = 1000
 MAX_REQUEST_PART: Final = 1 << 23
 MAX_ENVELOPE_PARTS: Final = 8
 MAX_ENVELOPE_BYTES: Final = 512
+REPLIES_IN_SOCKET: Final = 256
+"""Replies to one client that ZeroMQ holds; the many requests of one connection may end together."""
+
+SEND_BUFFER: Final = 1 << 16
+"""Bytes to one client that the system holds: its own choice would grow to megabytes."""
+
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
@@ -78,6 +84,8 @@ class ClientServer:
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_PART)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            made.setsockopt(zmq.SNDHWM, REPLIES_IN_SOCKET)
+            made.setsockopt(zmq.SNDBUF, SEND_BUFFER)
             made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

@@ -14,7 +14,7 @@ import zmq
 
 from cascadia_p2p.errors import UnreachableError
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
-from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer
+from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
@@ -43,6 +43,10 @@ def client(network: Network, kind: int, *endpoints: Endpoint, **options: int) ->
 async def until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.005)
+
+
+async def taken(server: ClientServer, route: Route, data: bytes) -> None:
+    await until(lambda: server.reply(route, data) is not Delivery.FULL)
 
 
 async def got(made: zmq.Socket[bytes]) -> list[bytes]:
@@ -242,7 +246,7 @@ class Head:
                 for route, data in late:
                     server.reply(route, data)
                 late.clear()
-                server.reply(event.route, reply)
+                await taken(server, event.route, reply)
 
     def stop(self) -> None:
         self.stopping.set()
@@ -376,7 +380,7 @@ class Counting(Head):
                 self.gone += 1
             elif isinstance(event, ClientCall):
                 for number in range(int(event.data)):
-                    server.reply(event.route, b"%d of %s" % (number, event.data))
+                    await taken(server, event.route, b"%d of %s" % (number, event.data))
 
 
 @pytest.fixture
