@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from cascadia_p2p.cli.generate import add_answer_flags, answer_options
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, read_messages, tell_if_waiting
+from cascadia_p2p.cli.terminal import (
+    AnswerPrinter,
+    forgive_encodings,
+    read_messages,
+    tell_if_waiting,
+    tell_place,
+)
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
@@ -177,7 +183,9 @@ class Talk:
         printer = AnswerPrinter(sys.stdout, reasoning=self._reasoning)
         text = ""
         try:
-            with self._client.stream(messages=self._history.messages(question), **self._options) as answer:
+            with self._client.stream(
+                messages=self._history.messages(question), on_queued=tell_place, **self._options
+            ) as answer:
                 for piece in answer:
                     text += piece.text or ""
                     printer.show(piece)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import cast
 
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, tell_if_waiting
+from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, tell_if_waiting, tell_place
 from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UsageError
@@ -82,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
         tell_if_waiting(client)
         if args.stream:
             _print_pieces(
-                client.stream(None if messages else prompt, messages=messages, **options), args.json
+                client.stream(
+                    None if messages else prompt, messages=messages, on_queued=tell_place, **options
+                ),
+                args.json,
             )
             return 0
         reply = (

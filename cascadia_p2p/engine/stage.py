@@ -60,6 +60,11 @@ class Stage:
         """Positions that the slot's stream has here; 0 for a free slot."""
         return self._slots.held(slot)
 
+    @property
+    def taken(self) -> int:
+        """Slots that hold a stream here; may be asked from any thread."""
+        return self._slots.taken
+
     def times(self) -> WorkTimes:
         """What the frames so far have cost, by part; may be asked from any thread."""
         return self._model.times()

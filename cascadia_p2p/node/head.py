@@ -46,6 +46,9 @@ Of a client that tells what it has read (`AckRequest`) all count that it has not
 neither its socket nor its system takes any more.
 """
 
+SURPLUS_RETRY_S: Final = 5.0
+"""When a client that is one too many may try again."""
+
 PLACE_S: Final = 0.05
 """From a request to the first word of its place in the queue, if it still waits then."""
 
@@ -216,6 +219,11 @@ class HeadService:
         route = call.route
         try:
             request = decode_request(call.data)
+            if call.surplus and isinstance(request, GenerateRequest):
+                text = f"{self._server.limit} clients are connected, the most that this node serves"
+                raise RequestError(
+                    ErrorCode.OVERLOADED, text, request_id=request.id, retry_after_s=SURPLUS_RETRY_S
+                )
             match request:
                 case GenerateRequest():
                     self._generate(route, request, one_reply=call.one_reply)

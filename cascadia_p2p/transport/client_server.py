@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import zmq
@@ -18,6 +18,12 @@ MAX_ENVELOPE_PARTS: Final = 8
 MAX_ENVELOPE_BYTES: Final = 512
 REPLIES_IN_SOCKET: Final = 256
 """Replies to one client that ZeroMQ holds; the many requests of one connection may end together."""
+
+OTHER_DESCRIPTORS: Final = 256
+"""That everything but clients of a node may need: other nodes, files, discovery."""
+
+SURPLUS: Final = 64
+"""Clients beyond the limit that are told so; beyond these none is let in before others have gone."""
 
 SEND_BUFFER: Final = 1 << 16
 """Bytes to one client that the system holds: its own choice would grow to megabytes."""
@@ -51,11 +57,13 @@ class ClientCall:
         route: the way back.
         data: the request.
         one_reply: it came straight from a REQ socket, which takes one reply a request.
+        surplus: its connection is one more than the limit.
     """
 
     route: Route
     data: bytes
     one_reply: bool = False
+    surplus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +85,16 @@ ClientEvent: TypeAlias = ClientCall | ClientFault | ClientGone
 
 
 class ClientServer:
-    """Serves clients that send one JSON part behind an empty one: REQ, or DEALER with the same envelope."""
+    """Serves clients that send one JSON part behind an empty one: REQ, or DEALER with the same envelope.
 
-    def __init__(self, network: Network) -> None:
-        allow_many_descriptors()
+    Args:
+        network: makes its sockets.
+        limit: connections at a time; by default what this process may open descriptors for.
+    """
+
+    def __init__(self, network: Network, limit: int | None = None) -> None:
+        descriptors = allow_many_descriptors()
+        self.limit = max(1, descriptors - OTHER_DESCRIPTORS - SURPLUS) if limit is None else limit
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_PART)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -99,6 +113,8 @@ class ClientServer:
         self.faults = 0
         """Messages without the shape of a request."""
         self._open: dict[int, int] = {}
+        self._surplus: set[int] = set()
+        self._listening = True
         self._ended: set[int] = set()
         self._serial = 0
         self._waiting: deque[ClientEvent] = deque()
@@ -150,15 +166,34 @@ class ClientServer:
                 self._end(event)
                 self._ended.discard(event.value)
                 self._open[event.value] = self._next()
+                if len(self._open) > self.limit:
+                    self._surplus.add(self._open[event.value])
             else:
                 self._end(event)
+        self._listen()
 
     def _end(self, event: SocketEvent) -> None:
         """Report the connection that had this descriptor."""
         connection = self._open.pop(event.value, None)
         if connection is not None:
+            self._surplus.discard(connection)
             self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
+
+    def _listen(self) -> None:
+        """Let nobody in while there are too many: without a descriptor left ZeroMQ could not even hang up."""
+        if self._listening and len(self._open) >= self.limit + SURPLUS:
+            for endpoint in self.endpoints:
+                self._socket.zmq.unbind(endpoint.tcp)
+            self._listening = False
+        elif not self._listening and len(self._open) < self.limit:
+            try:
+                for endpoint in self.endpoints:
+                    self._socket.zmq.bind(endpoint.tcp)
+            except zmq.ZMQError:
+                # The system has not let go of the port yet: the next event tries again.
+                return
+            self._listening = True
 
     def _next(self) -> int:
         self._serial += 1
@@ -174,6 +209,8 @@ class ClientServer:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
         event = read_request(parts, connection)
+        if isinstance(event, ClientCall) and connection in self._surplus:
+            event = replace(event, surplus=True)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.transport import client_server
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import Delivery
@@ -495,3 +496,42 @@ def test_a_stranger_there_is_said() -> None:
             connection.request(b"x", 5)
         stranger.shutdown(socket.SHUT_RDWR)
     thread.join(5)
+
+
+def test_one_client_too_many_is_told_so_and_none_is_let_in_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_server, "SURPLUS", 2)
+
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network, limit=3)
+        endpoint = server.bind("127.0.0.1", 0)
+        served: list[bool] = []
+        dealers = []
+        for number in range(5):
+            dealers.append(client(network, zmq.DEALER, endpoint))
+            dealers[-1].send_multipart([b"", b"%d" % number])
+            event = await server.receive()
+            assert isinstance(event, ClientCall)
+            assert event.data == b"%d" % number
+            assert server.reply(event.route, b"seen") is Delivery.SENT
+            served.append(event.surplus)
+        assert served == [False, False, False, True, True]
+        late = client(network, zmq.DEALER, endpoint, IMMEDIATE=0)
+        late.send_multipart([b"", b"late"])
+        waiting = asyncio.create_task(server.receive())
+        done, _ = await asyncio.wait({waiting}, timeout=0.5)
+        assert not done
+        assert server.connections == 5
+        for dealer in dealers[1:4]:
+            dealer.close()
+        event = await waiting
+        gone = 0
+        while isinstance(event, ClientGone):
+            gone += 1
+            event = await server.receive()
+        assert gone == 3
+        assert isinstance(event, ClientCall)
+        assert (event.data, event.surplus) == (b"late", False)
+        assert server.reply(event.route, b"seen") is Delivery.SENT
+        server.close()
+
+    run(scenario)
