@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -23,7 +25,7 @@ OTHER_DESCRIPTORS: Final = 256
 """That everything but clients of a node may need: other nodes, files, discovery."""
 
 SURPLUS: Final = 64
-"""Clients beyond the limit that are told so; beyond these none is let in before others have gone."""
+"""Clients beyond the limit that are told so; with more, the newest are cut off, so that descriptors last."""
 
 SEND_BUFFER: Final = 1 << 16
 """Bytes to one client that the system holds: its own choice would grow to megabytes."""
@@ -114,7 +116,6 @@ class ClientServer:
         """Messages without the shape of a request."""
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()
-        self._listening = True
         self._ended: set[int] = set()
         self._serial = 0
         self._waiting: deque[ClientEvent] = deque()
@@ -168,9 +169,10 @@ class ClientServer:
                 self._open[event.value] = self._next()
                 if len(self._open) > self.limit:
                     self._surplus.add(self._open[event.value])
+                if len(self._open) > self.limit + SURPLUS:
+                    self._hang_up(event.value)
             else:
                 self._end(event)
-        self._listen()
 
     def _end(self, event: SocketEvent) -> None:
         """Report the connection that had this descriptor."""
@@ -180,20 +182,15 @@ class ClientServer:
             self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
 
-    def _listen(self) -> None:
-        """Let nobody in while there are too many: without a descriptor left ZeroMQ could not even hang up."""
-        if self._listening and len(self._open) >= self.limit + SURPLUS:
-            for endpoint in self.endpoints:
-                self._socket.zmq.unbind(endpoint.tcp)
-            self._listening = False
-        elif not self._listening and len(self._open) < self.limit:
-            try:
-                for endpoint in self.endpoints:
-                    self._socket.zmq.bind(endpoint.tcp)
-            except zmq.ZMQError:
-                # The system has not let go of the port yet: the next event tries again.
-                return
-            self._listening = True
+    def _hang_up(self, descriptor: int) -> None:
+        """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone."""
+        with (
+            contextlib.suppress(OSError),
+            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as copy,
+        ):
+            # The descriptor may be another connection's by now: of no other kind than a client's may it be.
+            if copy.getsockname()[1] in {endpoint.port for endpoint in self.endpoints}:
+                copy.shutdown(socket.SHUT_RDWR)
 
     def _next(self) -> int:
         self._serial += 1
