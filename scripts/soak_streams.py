@@ -23,8 +23,8 @@ from crowds.nodes import Nodes, small_ring
 from cascadia_p2p.logs import configure_logs
 
 LEAK_KB: Final = 16
-"""Growth a request that counts as a leak: a stream's record alone is a few kilobytes on the head, and blocks of
-keys and values are larger than this."""
+"""Growth a request that counts as a leak: a stream's record alone is a few kilobytes on the head, and blocks
+of keys and values are larger than this."""
 
 NOISE_MB: Final = 8.0
 """What the allocators of a process may still take up after the warm-up."""

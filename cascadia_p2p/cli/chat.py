@@ -20,7 +20,6 @@ from cascadia_p2p.cli.terminal import (
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
-from cascadia_p2p.logs import configure_logs
 
 PROMPT = "> "
 COMMANDS = ("/reset", "/help")
@@ -42,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask each message that is typed or piped, until there is none; 130 when Ctrl-C ended it."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
     with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
         converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))

@@ -10,7 +10,6 @@ from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, tell_if_
 from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UsageError
-from cascadia_p2p.logs import configure_logs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +69,6 @@ def answer_options(args: argparse.Namespace) -> ChatOptions:
 def run(args: argparse.Namespace) -> int:
     """Ask, and print the text (token ids when the model has no tokenizer)."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
     prompt, options = _prompt(args), answer_options(args)
     if args.stop_token_ids:

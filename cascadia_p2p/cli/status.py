@@ -16,7 +16,6 @@ from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
 from cascadia_p2p.errors import RequestError, UnreachableError, UsageError, WireError
-from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.work import read_work
@@ -44,7 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask the head, or any node while there is no head, and print what it knows."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     if args.peer is not None and config.endpoint is not None:
         raise UsageError("give --endpoint or --peer, not both")
     peer = None if args.peer is None else Endpoint.parse(args.peer)
