@@ -28,7 +28,9 @@ COMMANDS: Final = {
     "status": "show the ring, its nodes and what is missing",
     "profile": "measure how fast this PC computes its shard",
     "plan": "say which PC takes which layers, what that needs, and how fast it will be",
+    "simulate": "run the scheduler on a fleet of which only times are known",
     "doctor": "look at this PC, its network and its fleet, and say what to do",
+    "bench": "measure how fast the ring serves many streams at once",
     "demo": "run a whole ring on this machine and ask it one question",
 }
 """Name and one line of help; each is the module of that name with `configure(parser)` and `run(args)`."""

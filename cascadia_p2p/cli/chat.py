@@ -13,6 +13,7 @@ from cascadia_p2p.cli.generate import add_answer_flags, answer_options
 from cascadia_p2p.cli.terminal import (
     AnswerPrinter,
     forgive_encodings,
+    print_scores,
     read_messages,
     tell_if_waiting,
     tell_place,
@@ -196,6 +197,7 @@ class Talk:
                 printer.end()
             raise
         printer.end()
+        print_scores(answer.reply, sys.stderr)
         usage = answer.reply.usage
         self._history.add(question, text, usage.prompt_tokens + usage.completion_tokens)
         self._tell_end(answer.reply)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import StageTime
-from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
+from cascadia_p2p.ring.scheduler import Plan, PrefixCounts, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
 
 Deliver = Callable[[Sequence[Update]], None]
@@ -34,13 +34,15 @@ class HeadConductor:
         """The next frame, or None when there is nothing to send now."""
         return self._scheduler.schedule(time.monotonic())
 
-    def on_tokens(self, number: int, records: npt.NDArray[np.void]) -> None:
-        """Take the answer to frame `number`.
+    def on_tokens(
+        self, number: int, records: npt.NDArray[np.void], alternatives: npt.NDArray[np.void]
+    ) -> None:
+        """Take the answer to frame `number`: RECORD and ALTERNATIVE tables.
 
         Raises:
             ValueError: it answers no frame in flight.
         """
-        self._tell(self._scheduler.on_tokens(number, records, time.monotonic()))
+        self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
 
     def open(self, stages: int, promise: Promise) -> None:
         """The ring serves from now on."""
@@ -52,20 +54,44 @@ class HeadConductor:
         self._scheduler.close()
         self._tell(self._scheduler.drop_all(error))
 
-    def pace(self, stage_time: StageTime) -> None:
-        """Compose frames for stages whose time grows with rows like this."""
-        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time)
+    def pace(self, stage_time: StageTime, trip_time: StageTime | None = None) -> None:
+        """Compose frames for a ring with these times.
+
+        Args:
+            stage_time: of its slowest stage.
+            trip_time: of all its stages together; None when only the slowest is known.
+        """
+        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time, trip_time=trip_time)
 
     def admit(self, admitting: bool) -> None:
         """Start waiting streams, or leave them waiting."""
         self._scheduler.admitting = admitting
 
-    def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
-        """Queue a stream; `refused` is called instead when there is no place for it."""
+    @property
+    def prefixes(self) -> PrefixCounts:
+        """What prefix reuse has done; any thread may read any field at any time."""
+        return self._scheduler.prefix_counts
+
+    def submit(
+        self,
+        request: StreamRequest,
+        refused: Callable[[StreamId, RequestError], None],
+        placed: Callable[[StreamId, int], None] | None = None,
+    ) -> None:
+        """Queue a stream.
+
+        Args:
+            request: the stream.
+            refused: called instead when there is no place for it.
+            placed: told how many streams wait before it.
+        """
         try:
-            self._scheduler.submit(request, time.monotonic())
+            place = self._scheduler.submit(request, time.monotonic())
         except RequestError as error:
             refused(request.stream, error)
+        else:
+            if placed is not None:
+                placed(request.stream, place)
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
         """End a stream with `error`, unless it has ended."""

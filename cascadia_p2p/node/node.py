@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -154,7 +155,9 @@ class Node:
             body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
+        body["vocabulary"] = {"ids": self._model.facts.vocab, "tokenizer": self._model.has_tokenizer}
         body["engine"] = {
             "device": self._config.device,
             "precision": self._config.precision,
@@ -171,6 +174,7 @@ class Node:
             requests["queued"] = self._conductor.waiting
             requests["queue_limit"] = self._config.queue
             body["requests"] = requests
+            body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body
 
     # --- events in ----------------------------------------------------------------------------------------
@@ -280,6 +284,7 @@ class Node:
         action: actions.LoadShard
         | actions.SwitchEpoch
         | actions.SendProbe
+        | actions.SetPace
         | actions.OpenRing
         | actions.CloseRing
         | actions.PauseAdmission
@@ -295,6 +300,8 @@ class Node:
                 self._worker.switch(action)
             case actions.SendProbe(epoch, number):
                 self._worker.probe(epoch, number)
+            case actions.SetPace(times):
+                call(lambda: conductor.pace(times.slowest, times.trip))
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
