@@ -66,6 +66,11 @@ class Stage:
         return self._slots.held(slot)
 
     @property
+    def taken(self) -> int:
+        """Slots that hold a stream here; may be asked from any thread."""
+        return self._slots.taken
+
+    @property
     def misfits(self) -> int:
         """Operations so far that did not fit what slots and kept prefixes held; the head should send none."""
         return self._slots.misfits

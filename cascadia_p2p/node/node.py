@@ -177,6 +177,9 @@ class Node:
                 name: getattr(counts, name) for name in type(counts).__dataclass_fields__
             }
             requests["pending"] = self._head.pending
+            requests["running"] = self._conductor.running
+            requests["queued"] = self._conductor.waiting
+            requests["queue_limit"] = self._config.queue
             body["requests"] = requests
             body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body

@@ -1,6 +1,7 @@
 """All JSON messages by one name: the control messages between nodes, and the client protocol."""
 
 from cascadia_p2p.wire.client import (
+    AckRequest,
     CancelReply,
     CancelRequest,
     ChatMessage,
@@ -11,6 +12,7 @@ from cascadia_p2p.wire.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    QueueNotice,
     ScoredToken,
     StatusReply,
     StatusRequest,
@@ -50,6 +52,7 @@ from cascadia_p2p.wire.control import (
 from cascadia_p2p.wire.model import encode
 
 __all__ = [
+    "AckRequest",
     "Assign",
     "Beat",
     "Bye",
@@ -74,6 +77,7 @@ __all__ = [
     "Member",
     "Open",
     "OtherVersion",
+    "QueueNotice",
     "Ready",
     "Refusal",
     "RefusalCode",
