@@ -443,7 +443,9 @@ def test_a_secret_key_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    "secret", [b"", b"x" * 39, b'"' * 40, b"\xff" * 40, b"0" * 40, FLEET.secret[:-1] + b"\n"]
+    "secret",
+    [b"", b"x" * 39, b'"' * 40, b"\xff" * 40, b"0" * 40, FLEET.secret[:-1] + b"\n"],
+    ids=["empty", "short", "no digits", "bytes", "zeros", "line end"],
 )
 def test_what_is_no_key_makes_no_pair(secret: bytes) -> None:
     with pytest.raises(ValueError, match="key"):
