@@ -208,7 +208,7 @@ def test_an_authenticator_whose_callback_raises_refuses_and_goes_on() -> None:
     assert [line["event"] for line in said] == ["authentication_failed"] * 2
 
 
-@pytest.mark.parametrize("answer", [1, "yes", b"200", object()], ids=repr)
+@pytest.mark.parametrize("answer", [1, "yes", b"200", object()], ids=["one", "yes", "200", "object"])
 def test_only_a_plain_yes_opens(answer: object) -> None:
     async def scenario(network: Network) -> None:
         server = ControlServer(network, "127.0.0.1", 0)
