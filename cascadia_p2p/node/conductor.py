@@ -99,6 +99,20 @@ class HeadConductor:
         if update is not None:
             self._tell([update])
 
+    @property
+    def waiting(self) -> int:
+        """Streams that wait for a slot; from any thread."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Streams that have a slot; from any thread."""
+        return self._scheduler.running
+
+    def tell_places(self, hear: Callable[[Sequence[StreamId]], None]) -> None:
+        """Let `hear` know the streams that wait for a slot, the next one first."""
+        hear([stream.request.stream for stream in self._scheduler.streams() if stream.slot is None])
+
     def expire(self, wait_s: float, reason: Callable[[float], RequestError]) -> None:
         """End the streams that have waited for a slot longer than `wait_s` seconds."""
         now = time.monotonic()
