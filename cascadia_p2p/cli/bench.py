@@ -198,6 +198,12 @@ class _Command:
             setting = self._setting(started, prompts, status)
             settings.append(setting)
             bench = Bench(client, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
+            await bench.watch_idle()
+            idle = [bench.idle_cpu[node] for node in bench.idle_cpu]
+            if idle:
+                _tell(
+                    f"while nobody asks, the head takes {idle[0]:.1%} of a core, a node at most {max(idle):.1%}"
+                )
             for streams in self.levels:
                 await bench.run([streams])
                 self._write(setting, reports)
