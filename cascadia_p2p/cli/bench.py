@@ -199,11 +199,8 @@ class _Command:
             settings.append(setting)
             bench = Bench(client, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
             await bench.watch_idle()
-            idle = [bench.idle_cpu[node] for node in bench.idle_cpu]
-            if idle:
-                _tell(
-                    f"while nobody asks, the head takes {idle[0]:.1%} of a core, a node at most {max(idle):.1%}"
-                )
+            if idle := list(bench.idle_cpu.values()):
+                _tell(f"while nobody asks, the head takes {idle[0]:.1%} of a core, the tail {idle[-1]:.1%}")
             for streams in self.levels:
                 await bench.run([streams])
                 self._write(setting, reports)

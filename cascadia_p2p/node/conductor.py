@@ -34,13 +34,15 @@ class HeadConductor:
         """The next frame, or None when there is nothing to send now."""
         return self._scheduler.schedule(time.monotonic())
 
-    def on_tokens(self, number: int, records: npt.NDArray[np.void]) -> None:
-        """Take the answer to frame `number`.
+    def on_tokens(
+        self, number: int, records: npt.NDArray[np.void], alternatives: npt.NDArray[np.void]
+    ) -> None:
+        """Take the answer to frame `number`: RECORD and ALTERNATIVE tables.
 
         Raises:
             ValueError: it answers no frame in flight.
         """
-        self._tell(self._scheduler.on_tokens(number, records, time.monotonic()))
+        self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
 
     def open(self, stages: int, promise: Promise) -> None:
         """The ring serves from now on."""

@@ -17,6 +17,8 @@ from cascadia_p2p.wire.frames import SegmentFlag, record_table
 TOKENS: Final = 1000
 """Ids that simulated tokens are of."""
 
+_QUEUE: Final = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Came:
@@ -54,11 +56,14 @@ class SchedulerDriver:
 
     Args:
         fleet: whose ring it serves.
-        policy: of the scheduler; by default with the pace of the fleet's slowest stage.
+        policy: of the scheduler; by default it knows the times of all stages.
     """
 
     def __init__(self, fleet: Fleet, policy: Policy | None = None) -> None:
-        self._scheduler = Scheduler(policy or Policy(stage_time=fleet.pace(), queue_limit=1 << 20))
+        if policy is None:
+            pace = fleet.pace()
+            policy = Policy(stage_time=pace.slowest, trip_time=pace.trip, queue_limit=_QUEUE)
+        self._scheduler = Scheduler(policy)
         self._scheduler.open(len(fleet.stages), fleet.promise)
         self._plans: deque[Plan] = deque()
 

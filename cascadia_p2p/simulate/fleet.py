@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cascadia_p2p.errors import UsageError
-from cascadia_p2p.ring.policy import StageTime
+from cascadia_p2p.ring.stagetime import RingTime, StageTime, ring_time
 from cascadia_p2p.simulate.tables import StageTable
 from cascadia_p2p.types import Promise
 
@@ -88,20 +88,20 @@ class Fleet:
         """The stage that takes longest for a frame of decode rows."""
         return max(range(len(self.stages)), key=lambda place: self.stages[place].seconds(rows, rows))
 
-    def pace(self) -> StageTime:
-        """The time of the slowest stage as the scheduler knows it.
+    def pace(self) -> RingTime:
+        """The times of its stages as a scheduler is told them: of all numbers of rows that were measured.
 
         Raises:
             UsageError: the times do not grow with rows.
         """
         most = min(self.most_rows, self.promise.rows)
-        points = [(rows, self._longest(rows)) for rows in range(1, most + 1)]
-        fitted = StageTime.fitted(points)
-        if fitted is None:
+        found = ring_time([self._measured(stage, most) for stage in self.stages])
+        if found is None:
             raise UsageError(
-                f"the times of fleet '{self.name}' do not grow with rows: give times of at least two sizes"
+                f"the times of fleet '{self.name}' do not grow with rows: give times of at least two sizes, "
+                "and let a frame have more than one row"
             )
-        return fitted
+        return found
 
     def with_hops(self, seconds: float) -> Fleet:
         """The fleet with every hop taking so long for one row; wires keep their width.
@@ -118,8 +118,9 @@ class Fleet:
         """The fleet with another promise."""
         return replace(self, promise=promise)
 
-    def _longest(self, rows: int) -> float:
-        return max(stage.seconds(rows, rows) for stage in self.stages)
+    @staticmethod
+    def _measured(stage: Stage, most: int) -> StageTime | None:
+        return StageTime.measured([(rows, stage.seconds(rows, rows)) for rows in range(1, most + 1)])
 
 
 def even_hops(stages: int, hop: Hop) -> tuple[Hop, ...]:

@@ -76,7 +76,8 @@ def test_hops_can_be_set() -> None:
 def test_the_scheduler_learns_of_the_slowest_stage() -> None:
     slow = fleet([stage(1, 0.5), stage(4, 0.25), stage(1, 0.5)])
     pace = slow.pace()
-    assert [pace.of(rows) for rows in (1, 8)] == pytest.approx([4.25, 6.0], rel=0.05)
+    assert [pace.slowest.of(rows) for rows in (1, 8)] == pytest.approx([4.25, 6.0])
+    assert [pace.trip.of(rows) for rows in (1, 8)] == pytest.approx([7.25, 16.0])
     assert slow.slowest(8) == 1
     with pytest.raises(UsageError, match="do not grow"):
         fleet([stage(1)]).pace()
