@@ -66,13 +66,15 @@ class Scheduler:
 
     Args:
         policy: rows a frame, windows and bounds; may be replaced at any time.
+        block: positions in a block at the stages; prefixes are kept up to a block's end.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, block: int = BLOCK) -> None:
         self.policy = policy
         self.admitting = True
         """Whether waiting streams may start; those that run go on either way."""
         self.prefix_counts = PrefixCounts()
+        self._block = block
         self._waiting: OrderedDict[StreamId, Stream] = OrderedDict()
         self._running: dict[StreamId, Stream] = {}
         self._turns = Turns()
@@ -97,7 +99,7 @@ class Scheduler:
         self._operations.clear()
         self._owed = 0.0
         self.prefix_counts.entries = self.prefix_counts.kept = 0
-        prefixes = Prefixes(promise, self.prefix_counts) if promise.kept else None
+        prefixes = Prefixes(promise, self.prefix_counts, self._block) if promise.kept else None
         self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
         too_long = [stream for stream in self._waiting.values() if len(stream.ids) > promise.context]
         for stream in too_long:
@@ -217,7 +219,7 @@ class Scheduler:
         for stream_id, _, position, token, logprob, status, stage, count in records.tolist():
             stream = self._running.get(stream_id)
             # What was sent before a stream was put back is answered after it.
-            if stream is not None and (stream.started_frame is None or number < stream.started_frame):
+            if stream is not None and number < stream.started_frame:
                 stream = None
             last = first + count
             if status != _NONE:
@@ -239,7 +241,7 @@ class Scheduler:
     def _admit(self, ring: _Ring, now: float) -> None:
         while self.admitting and self._waiting and ring.free:
             stream = self._waiting.popitem(last=False)[1]
-            stream.slot = ring.free.pop()
+            stream.slot, stream.started_frame = ring.free.pop(), ring.number + 1
             if ring.prefixes is not None:
                 self._look_up(ring.prefixes, stream)
             else:
@@ -311,8 +313,6 @@ class Scheduler:
             start, end = stream.sent, stream.sent + rows
             slot = 0 if stream.slot is None else stream.slot
             self._keep(ring, stream)
-            if stream.started_frame is None:
-                stream.started_frame = ring.number
             stream.sent = end
             stream.awaited = end == len(stream.ids)
             self._turns.sent(stream, rows)
@@ -327,7 +327,7 @@ class Scheduler:
 
     def _keep(self, ring: _Ring, stream: Stream) -> None:
         """Have kept what a stream holds, if that ends where something is kept of it."""
-        if ring.prefixes is None or stream.holding is None or not stream.sent or stream.sent % BLOCK:
+        if ring.prefixes is None or stream.holding is None or not stream.sent or stream.sent % self._block:
             return
         generating = stream.generated > 0
         entry = ring.prefixes.keep(stream.holding, stream.ids, stream.sent, generating=generating)
@@ -401,7 +401,7 @@ class Scheduler:
         self._turns.remove(stream)
         ring = self._ring
         if ring is not None and stream.slot is not None:
-            if stream.started_frame is None:
+            if stream.started_frame > ring.number:
                 self._operations.take_back_start(stream.id)
             else:
                 if keep:

@@ -269,6 +269,7 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json"),
+        "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),

@@ -2,109 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduler_world import ModelRing, drain, expected, opened, request
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import Policy, StageTime
-from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
-from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.ring.scheduler import Scheduler
+from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.client import FinishReason
-from cascadia_p2p.wire.frames import RECORD, OperationKind, SegmentError, SegmentFlag
-
-VOCAB = 97
-
-
-def next_token(ids: list[int]) -> int:
-    """A deterministic stand-in for a model: depends on every id and its position."""
-    value = 7
-    for i, token in enumerate(ids):
-        value = (value * 31 + token + i) % 1_000_003
-    return value % VOCAB
-
-
-class ModelRing:
-    """Stages in one: holds ids by slot, refuses what a stage would refuse, answers in frame order."""
-
-    def __init__(self, promise: Promise) -> None:
-        self.promise = promise
-        self.slots: dict[int, tuple[int, list[int]]] = {}
-        self.frames: deque[tuple[int, np.ndarray]] = deque()
-        self.number = 0
-
-    def run(self, plan: Plan) -> None:
-        self.number += 1
-        assert plan.number == self.number
-        assert len(plan.operations) <= 2 * self.promise.slots
-        for operation in plan.operations:
-            slot, stream = int(operation["slot"]), int(operation["stream"])
-            assert 0 <= slot < self.promise.slots
-            if operation["kind"] == OperationKind.START:
-                assert slot not in self.slots, "a slot is started before it was released"
-                self.slots[slot] = (stream, [])
-            else:
-                assert operation["kind"] == OperationKind.RELEASE
-                assert self.slots.pop(slot)[0] == stream
-        assert len(plan.tokens) == plan.segments["rows"].sum() <= self.promise.rows
-        assert len(set(plan.segments["stream"].tolist())) == len(plan.segments)
-        offset, records = 0, []
-        for segment in plan.segments:
-            stream, ids = self.slots[int(segment["slot"])]
-            rows = int(segment["rows"])
-            assert rows >= 1
-            assert stream == segment["stream"]
-            assert len(ids) == segment["start"], "a window does not start where the slot ends"
-            ids += plan.tokens[offset : offset + rows].tolist()
-            assert len(ids) <= self.promise.context
-            offset += rows
-            if segment["flags"] & SegmentFlag.WANT_TOKEN:
-                record = np.zeros((), RECORD)
-                record["stream"], record["slot"] = stream, segment["slot"]
-                record["position"], record["token"] = len(ids), next_token(ids)
-                records.append(record)
-        self.frames.append((plan.number, np.array(records, RECORD)))
-
-    def answer(self, scheduler: Scheduler, now: float) -> list[Update]:
-        number, records = self.frames.popleft()
-        return scheduler.on_tokens(number, records, now)
-
-
-def expected(request: StreamRequest, context: int) -> list[int]:
-    ids = list(request.prompt)
-    while True:
-        token = next_token(ids)
-        ids.append(token)
-        generated = len(ids) - len(request.prompt)
-        if token in request.stop_ids or generated >= request.max_tokens or len(ids) > context:
-            return ids[len(request.prompt) :]
-
-
-def drain(scheduler: Scheduler, ring: ModelRing, now: float = 0.0) -> list[Update]:
-    updates: list[Update] = []
-    for _ in range(100_000):
-        while (plan := scheduler.schedule(now)) is not None:
-            ring.run(plan)
-        if not ring.frames:
-            return updates
-        updates += ring.answer(scheduler, now)
-    raise AssertionError("the scheduler does not come to rest")
-
-
-def request(number: int, prompt: int, max_tokens: int, stops: frozenset[int] = frozenset()) -> StreamRequest:
-    ids = tuple((number * 13 + 5 * i) % VOCAB for i in range(prompt))
-    return StreamRequest(StreamId(number), ids, max_tokens, stops)
-
-
-def opened(stages: int = 3, slots: int = 4, context: int = 64, rows: int = 16, policy: Policy | None = None):
-    promise = Promise(slots, context, rows)
-    scheduler = Scheduler(policy or Policy())
-    scheduler.open(stages, promise)
-    return scheduler, ModelRing(promise)
+from cascadia_p2p.wire.frames import RECORD, SegmentError
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 63, 64])
@@ -244,89 +151,6 @@ def test_overloaded_says_when_to_come_back() -> None:
 )
 def test_decode_rows_fill_the_ring_before_they_share_frames(streams: int, stages: int, rows: int) -> None:
     assert Policy(stage_time=StageTime(16, 19)).decode_rows(streams, stages, 64) == rows
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, answers and cancels; each stream's tokens must be those it has alone."""
-
-    @initialize(
-        stages=st.integers(1, 5),
-        slots=st.integers(1, 4),
-        rows=st.integers(1, 12),
-        flight=st.integers(1, 8),
-        window=st.integers(1, 8),
-    )
-    def start(self, stages: int, slots: int, rows: int, flight: int, window: int) -> None:
-        self.context = 24
-        self.stages = stages
-        self.promise = Promise(slots, self.context, rows)
-        self.scheduler = Scheduler(Policy(frames_in_flight=flight, shared_window=window))
-        self.scheduler.open(stages, self.promise)
-        self.ring = ModelRing(self.promise)
-        self.requests: dict[int, StreamRequest] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: dict[int, str] = {}
-
-    def take(self, updates: list[Update]) -> None:
-        for update in updates:
-            number = int(update.stream.request.stream)
-            assert number not in self.ended, "something came after the terminal update"
-            self.tokens[number] += update.tokens
-            if update.terminal:
-                self.ended[number] = "error" if update.error else "done"
-
-    @rule(
-        prompt=st.integers(1, 24),
-        max_tokens=st.integers(1, 12),
-        stop=st.sets(st.integers(0, VOCAB - 1), max_size=8),
-    )
-    def submit(self, prompt: int, max_tokens: int, stop: set[int]) -> None:
-        number = len(self.requests) + 1
-        self.requests[number] = request(number, prompt, max_tokens, frozenset(stop))
-        self.tokens[number] = []
-        self.scheduler.submit(self.requests[number], 0.0)
-
-    @rule(count=st.integers(1, 6))
-    def send(self, count: int) -> None:
-        for _ in range(count):
-            if (plan := self.scheduler.schedule(0.0)) is not None:
-                self.ring.run(plan)
-
-    @rule(count=st.integers(1, 6))
-    def answer(self, count: int) -> None:
-        for _ in range(min(count, len(self.ring.frames))):
-            self.take(self.ring.answer(self.scheduler, 0.0))
-
-    @rule(which=st.integers(1, 30))
-    def cancel(self, which: int) -> None:
-        update = self.scheduler.drop(StreamId(which), RequestError(ErrorCode.CANCELLED, "cancelled"))
-        assert (update is not None) == (which in self.requests and which not in self.ended)
-        self.take([update] if update else [])
-
-    @rule()
-    def lose_the_ring(self) -> None:
-        self.scheduler.close()
-        self.ring = ModelRing(self.promise)
-        self.scheduler.open(self.stages, self.promise)
-
-    @invariant()
-    def in_flight_matches(self) -> None:
-        assert self.scheduler.in_flight == len(self.ring.frames)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.take(drain(self.scheduler, self.ring))
-        assert set(self.ended) == set(self.requests), "a stream starved"
-        assert not self.ring.slots, "a slot leaked"
-        for number, wanted in self.requests.items():
-            right = expected(wanted, self.context)
-            got = self.tokens[number]
-            assert got == right if self.ended[number] == "done" else got == right[: len(got)]
-
-
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 # --- the policy's times -------------------------------------------------------------------------------------
