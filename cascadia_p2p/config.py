@@ -175,6 +175,9 @@ class Config(_Section):
     )
     slots: int = Field(16, ge=1, le=4096, description="streams at once")
     context: int = Field(2048, ge=1, le=1 << 24, description="positions a stream, at most the model's own")
+    prefixes: int = Field(
+        16, ge=0, le=65535, description="prompts' beginnings to keep for later requests; 0 keeps none"
+    )
     rows: int = Field(64, ge=1, le=4096, description="rows a frame")
     queue: int = Field(256, ge=0, le=1_000_000, description="requests that may wait")
     threads: int = Field(

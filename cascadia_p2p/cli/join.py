@@ -31,6 +31,7 @@ FLAGS = (
     "cache",
     "slots",
     "context",
+    "prefixes",
     "rows",
     "queue",
     "threads",

@@ -9,7 +9,8 @@ from cascadia_p2p.engine.kernels.rows import I32
 from cascadia_p2p.engine.kernels.sampling import Scratch, draw_numbers, rank_tokens, sample_tokens
 from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
 from cascadia_p2p.engine.matrix import F32
-from cascadia_p2p.engine.slots import Mask, Table
+from cascadia_p2p.engine.paging import Mask
+from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.wire.frames import MAX_ALTERNATIVES, OperationKind, alternative_table
 
 

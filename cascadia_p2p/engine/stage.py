@@ -13,8 +13,9 @@ import structlog
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
 from cascadia_p2p.engine.matrix import F32
 from cascadia_p2p.engine.model import StageModel
+from cascadia_p2p.engine.paging import Mask
 from cascadia_p2p.engine.sampling import Choice, SlotSampling
-from cascadia_p2p.engine.slots import Mask, Slots, Table
+from cascadia_p2p.engine.slots import Slots, Table
 from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Promise
@@ -45,7 +46,7 @@ class Stage:
     def __init__(self, model: StageModel, promise: Promise, rewind: int = 16, number: int = 0) -> None:
         self._model = model
         self._promise = promise
-        self._slots = Slots(promise, rewind)
+        self._slots = Slots(promise, rewind, model.paging)
         self._sampling = SlotSampling(promise.slots)
         self.number = number
 
@@ -63,12 +64,17 @@ class Stage:
         """Positions that the slot's stream has here; 0 for a free slot."""
         return self._slots.held(slot)
 
+    @property
+    def misfits(self) -> int:
+        """Operations so far that did not fit what slots and kept prefixes held; the head should send none."""
+        return self._slots.misfits
+
     def times(self) -> WorkTimes:
         """What the frames so far have cost, by part; may be asked from any thread."""
         return self._model.times()
 
     def reset(self) -> None:
-        """Drop every stream, as at the start of an epoch."""
+        """Drop every stream and every kept prefix, as at the start of an epoch."""
         self._slots.reset()
 
     def apply(self, segments: Table, operations: Table, inputs: Inputs, on_layer: Callable[[], None]) -> F32:

@@ -135,7 +135,9 @@ class Places:
         """
         model = LocalModel.open(find_model(config))
         address = choose_address(config.bind, list_interfaces())
-        promise = Promise(config.slots, min(config.context, model.config.context), config.rows)
+        promise = Promise(
+            config.slots, min(config.context, model.config.context), config.rows, config.prefixes
+        )
         with contextlib.ExitStack() as stack:
             identity = stack.enter_context(Identity.open(config.state_root))
             network = stack.enter_context(Network())

@@ -302,12 +302,12 @@ class Worker:
         )
 
     def _limits(self, promise: Promise) -> FrameLimits:
-        """A stream has one segment a frame; a slot has a release and a start, at most."""
+        """A stream has one segment a frame; a slot is kept, released, started, attached, an entry evicted."""
         return FrameLimits(
             hidden=self._places.model.config.hidden,
             rows=promise.rows,
             segments=min(promise.rows, promise.slots),
-            operations=2 * promise.slots,
+            operations=4 * promise.slots + 2 * promise.kept,
             records=min(promise.rows, promise.slots),
         )
 

@@ -25,7 +25,7 @@ from cascadia_p2p.engine.memory import (
     shard_weights,
     stage_memory,
 )
-from cascadia_p2p.engine.slots import cached_positions
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.inkling.config import InklingConfig
@@ -116,10 +116,11 @@ def test_bytes_of_the_full_model_are_those_of_its_sizes() -> None:
     # Norms of heads and layers, convolutions, relative projection, routing bias and scale.
     small = 2 * 128 + 4 * 2 * 8 * 128 + 16 * 1024 + 2 * 6144 + 4 * 2 * 6144 + 256 + 1
     assert one.weights == 4 * (experts + projections + small)
-    # A global layer keeps 8 KiB a position; four histories of 19 inputs stand beside that.
-    assert one.caches == 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
+    # A global layer keeps 8 KiB a position, and a block that is nobody's; four histories of 19 inputs stand
+    # beside that.
+    assert one.caches == 64 * 8192 + 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
     sliding = memory_need(config, range(6, 7), promise, 16)
-    assert sliding.caches == 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
+    assert sliding.caches == 64 * 16384 + 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
     tail = memory_need(config, range(65, 66), promise, 16)
     assert tail.weights - one.weights == 4 * 200058 * 6144
 
@@ -156,7 +157,7 @@ def test_bf16_halves_keys_and_values_and_nothing_else() -> None:
     whole = stage_memory(sizes, range(12), promise, 16, exact)
     half = stage_memory(sizes, range(12), promise, 16, replace(exact, cache=Encoding.BF16))
     kept = sum(
-        2 * cached_positions(promise, layer.cache.window, 16) * layer.cache.position_bytes
+        64 * Geometry.of(promise, layer.cache.window, 16).pool_blocks(promise) * layer.cache.position_bytes
         for layer in sizes.layers
     )
     assert whole.caches - half.caches == kept // 2

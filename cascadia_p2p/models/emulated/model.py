@@ -13,6 +13,7 @@ import structlog
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32, MatrixBackend
 from cascadia_p2p.engine.model import Layer, PartLoaded, StagePlan, TensorSource
+from cascadia_p2p.engine.paging import Paging
 from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.models.emulated.config import EmulatedConfig
@@ -91,12 +92,18 @@ class EmulatedLayer:
         seconds: of a frame of 1, 2, 3, ... rows.
         plan: slots and context.
         waiting: shared by the parts of the stage.
+        paging: told what a kept prefix has to remember.
     """
 
-    def __init__(self, number: int, seconds: Sequence[float], plan: StagePlan, waiting: Waiting) -> None:
+    def __init__(
+        self, number: int, seconds: Sequence[float], plan: StagePlan, waiting: Waiting, paging: Paging
+    ) -> None:
         self.number = number
         self._seconds = seconds
-        self._sums = np.zeros((plan.promise.slots, plan.promise.context + 1), np.uint64)
+        slots, context = plan.promise.slots, plan.promise.context
+        self._sums = np.zeros((slots, context), np.uint64)
+        # A number of 64 bits is copied as two of 32.
+        paging.add_history(self._sums.view(np.float32).reshape(slots, context, 2), 1)
         self._waiting = waiting
 
     def __call__(self, rows: RowTable, x: F32, failed: I32) -> None:
@@ -106,8 +113,10 @@ class EmulatedLayer:
         added = np.cumsum(contribution(take(x, 0), positions, self.number), dtype=np.uint64)
         first = np.arange(len(x)) - rows.before
         before = np.where(first > 0, added[first - 1], np.uint64(0))
-        total = sums[rows.slots, rows.positions - rows.before] + added - before
-        sums[rows.slots, rows.positions + 1] = total
+        start = rows.positions - rows.before
+        held = np.where(start > 0, sums[rows.slots, start - 1], np.uint64(0))
+        total = held + added - before
+        sums[rows.slots, rows.positions] = total
         put(x, 0, passed_on(total))
         self._waiting.wait(self._seconds[len(x) - 1], WorkPart.DENSE)
         put(x, 2, np.array([time.perf_counter_ns() // 1000 % _WRAP_US], np.uint64))
@@ -175,9 +184,11 @@ class EmulatedStageModel:
             )
         self._config = config
         self._waiting = Waiting()
+        self.paging = Paging(plan.promise, plan.rewind)
         self.first, self.last = plan.layers.start == 0, plan.layers.stop == config.layers
         self.layers: Sequence[Layer] = tuple(
-            EmulatedLayer(number, config.frame_s[number], plan, self._waiting) for number in plan.layers
+            EmulatedLayer(number, config.frame_s[number], plan, self._waiting, self.paging)
+            for number in plan.layers
         )
         self._logits = np.zeros((config.rows, config.vocab), np.float32)
         _log.warning("stage_emulated", message="this stage is emulated: it waits and computes nothing")
