@@ -49,7 +49,7 @@ class Standing:
 @pytest.fixture(scope="module")
 def ring() -> Iterator[Standing]:
     said: list[str] = []
-    with emulated_ring(Emulation(fleet()), said.append) as (endpoint, model):
+    with emulated_ring(Emulation(fleet(), 6144), said.append) as (endpoint, model):
         yield Standing(endpoint, model)
     assert said[0].startswith("starting 3 nodes")
 
@@ -70,7 +70,7 @@ def measure(ring: Standing, *levels: int, model: EmulatedConfig | None = None) -
 
 
 def simulated(streams: int) -> float:
-    found = Emulation(fleet()).simulated(streams, PROTOCOL).decode_tok_s
+    found = Emulation(fleet(), 6144).simulated(streams, PROTOCOL).decode_tok_s
     assert found is not None
     return found
 
