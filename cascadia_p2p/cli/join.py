@@ -24,6 +24,8 @@ FLAGS = (
     "bind",
     "port",
     "client_port",
+    "key",
+    "insecure",
     "peers",
     "mdns",
     "device",

@@ -81,6 +81,10 @@ class Scheduler:
         self._operations = Operations()
         self._ring: _Ring | None = None
         self._owed = 0.0
+        self._mixed = 0
+        self._shaped: Policy | None = None
+        self._shapes: dict[int, tuple[int, int]] = {}
+        """Rows and frames by the number of streams that decode, for the policy `_shaped`."""
         self._finished: deque[float] = deque(maxlen=_FINISHES)
 
     # --- the ring -----------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ class Scheduler:
         self._running.clear()
         self._turns.clear()
         self._operations.clear()
-        self._owed = 0.0
+        self._owed, self._mixed, self._shaped = 0.0, 0, None
         self.prefix_counts.entries = self.prefix_counts.kept = 0
         prefixes = Prefixes(promise, self.prefix_counts, self._block) if promise.kept else None
         self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
@@ -182,9 +186,10 @@ class Scheduler:
             return None
         if self._waiting:
             self._admit(ring, now)
-        if len(ring.in_flight) >= self._credits(ring):
+        rows, frames = self._shape(ring)
+        if len(ring.in_flight) >= self._credits(ring, frames):
             return None
-        windows = self._take_windows(ring)
+        windows = self._take_windows(ring, rows)
         if not windows and not self._operations:
             return None
         return self._compose(ring, windows)
@@ -270,26 +275,39 @@ class Scheduler:
 
     # --- composing ----------------------------------------------------------------------------------------
 
-    def _credits(self, ring: _Ring) -> int:
+    def _shape(self, ring: _Ring) -> tuple[int, int]:
+        """Rows a frame and frames in flight for the streams that decode now."""
+        decoding = len(self._running) - self._turns.prompts
+        if self.policy is not self._shaped:
+            self._shaped = self.policy
+            self._shapes.clear()
+        shape = self._shapes.get(decoding)
+        if shape is None:
+            policy, streams = self.policy, max(decoding, 1)
+            rows = policy.decode_rows(streams, ring.stages, ring.promise.rows)
+            shape = rows, policy.frames(streams, ring.stages, ring.promise.rows)
+            self._shapes[decoding] = shape
+        return shape
+
+    def _credits(self, ring: _Ring, frames: int) -> int:
         """Frames that may be in flight; with prompts, one a stage and one on the way."""
-        prompts = self._turns.prompts
-        decoding = len(self._running) - prompts
-        frames = self.policy.frames(decoding, ring.stages, ring.promise.rows) if decoding else 1
-        if prompts:
+        if self._turns.prompts:
             frames = max(frames, ring.stages + 1)
         return min(frames, max(1, self.policy.frames_in_flight))
 
-    def _take_windows(self, ring: _Ring) -> list[tuple[Stream, int]]:
+    def _take_windows(self, ring: _Ring, decode_rows: int) -> list[tuple[Stream, int]]:
         """Choose (stream, rows): decode rows, the one that has waited longest first, then prompts."""
-        turns, policy, limit = self._turns, self.policy, ring.promise.rows
-        decoding = len(self._running) - turns.prompts
+        turns = self._turns
         if not turns.prompts:
-            most = policy.decode_rows(decoding, ring.stages, limit) if turns.decoding else 0
-            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, most))]
-        rows = policy.mixed_rows(turns.pending, turns.prompts, decoding, ring.stages, limit)
+            self._mixed = 0
+            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, decode_rows))]
+        decoding = len(self._running) - turns.prompts
+        rows = self._mixed = self.policy.mixed_rows(
+            turns.pending, turns.prompts, decoding, ring.stages, ring.promise.rows, self._mixed
+        )
         ready = min(turns.decoding, rows)
         if ready + turns.pending > rows:
-            self._owed = min(self._owed + rows * policy.share(turns.prompts), rows) if ready else 0.0
+            self._owed = min(self._owed + rows * self.policy.share(turns.prompts), rows) if ready else 0.0
             ready = min(ready, rows - min(int(self._owed), turns.pending))
         taken = [(turns.take_decoding(), 1) for _ in range(ready)]
         left = rows - ready
