@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import structlog
@@ -19,7 +20,7 @@ from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import SocketClosedError
-from cascadia_p2p.types import StreamId
+from cascadia_p2p.types import Promise, StreamId
 from cascadia_p2p.wire.messages import (
     CancelReply,
     CancelRequest,
@@ -59,6 +60,7 @@ class _Pending:
         route: the way back.
         request: what was asked.
         answer: None while the prompt is still being read.
+        positions: of its stream at most, prompt and answer; 0 while the prompt is still being read.
         piece_at: when its last piece was sent.
         cancelled: its client wants no more pieces.
     """
@@ -66,6 +68,7 @@ class _Pending:
     route: Route
     request: GenerateRequest
     answer: Answer | None = None
+    positions: int = 0
     piece_at: float = float("-inf")
     cancelled: bool = False
 
@@ -94,6 +97,7 @@ class HeadService:
         status: what a status request is answered with.
         missing: shards that nobody serves, now.
         queue_wait_s: longest wait for a slot, in seconds.
+        recovery_s: longest wait without a ring, in seconds.
         watch: told of every task that has ended, by its failure too.
     """
 
@@ -107,6 +111,7 @@ class HeadService:
         status: Callable[[], StatusBody],
         missing: Callable[[], Sequence[int]],
         queue_wait_s: float,
+        recovery_s: float,
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._server = server
@@ -116,6 +121,7 @@ class HeadService:
         self._status = status
         self._missing = missing
         self._queue_wait_s = queue_wait_s
+        self._recovery_s = recovery_s
         self._watch = watch
         self._numbers = itertools.count(1)
         self._pending: dict[StreamId, _Pending] = {}
@@ -131,6 +137,18 @@ class HeadService:
     def pending(self) -> int:
         """Requests without their final reply."""
         return len(self._pending)
+
+    def needs(self, promise: Promise) -> tuple[int, int]:
+        """What the requests that have no final reply need of the `promise` of their ring: slots, context."""
+        longest = max((pending.positions for pending in self._pending.values()), default=0)
+        return min(len(self._pending), promise.slots), min(longest, promise.context)
+
+    def interrupted(self, reason: str) -> None:
+        """The ring is lost: tell those who read their answers as they come that there is a pause."""
+        for stream, pending in list(self._pending.items()):
+            if pending.request.stream and not pending.cancelled and pending.answer is not None:
+                notice = pending.answer.notice(f"{reason}; the answer goes on as soon as the ring does")
+                self._outbox.send(pending.route, encode(notice), stream)
 
     def start(self) -> None:
         """Take requests from now on."""
@@ -231,7 +249,7 @@ class HeadService:
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._pending[stream] = pending
-        self._submit(accepted)
+        self._submit(accepted, pending)
 
     async def _read(self, stream: StreamId, pending: _Pending) -> None:
         """Accept a request whose prompt takes long to be turned into ids."""
@@ -248,13 +266,14 @@ class HeadService:
             # Its client may have gone meanwhile.
             if stream in self._pending:
                 pending.answer = answer
-                self._submit(accepted)
+                self._submit(accepted, pending)
             return
         if self._pending.pop(stream, None) is not None:
             self._refuse(pending.route, failure)
 
-    def _submit(self, accepted: StreamRequest) -> None:
+    def _submit(self, accepted: StreamRequest, pending: _Pending) -> None:
         self.counts.accepted += 1
+        pending.positions = len(accepted.prompt) + accepted.max_tokens
         self._data.call(lambda: self._conductor.submit(accepted, self._refused))
 
     def _refused(self, stream: StreamId, error: RequestError) -> None:
@@ -357,13 +376,8 @@ class HeadService:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._queue_wait_s / 4))
-            missing = tuple(self._missing())
-
-            def reason(waited: float, missing: tuple[int, ...] = missing) -> RequestError:
-                if missing:
-                    return ring_incomplete(f"the request waited {waited:.0f} s", missing)
-                text = f"the request waited {waited:.0f} s for a free slot: try again later"
-                return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=self._queue_wait_s)
-
-            self._data.call(lambda reason=reason: self._conductor.expire(self._queue_wait_s, reason))  # type: ignore[misc]
+            await asyncio.sleep(min(1.0, self._queue_wait_s / 4, self._recovery_s / 4))
+            expire = partial(
+                self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
+            )
+            self._data.call(expire)

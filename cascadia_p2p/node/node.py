@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -26,7 +27,7 @@ from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.node.answers import AnswerDesk
-from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
 from cascadia_p2p.node.places import Places
@@ -37,7 +38,7 @@ from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
-from cascadia_p2p.types import Endpoint
+from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire.messages import StatusQuery, StatusReport
 
@@ -114,6 +115,8 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
+        self._promised: Promise | None = None
+        """What the ring that this node heads, or headed last, can hold."""
 
     @property
     def loaded(self) -> LoadedShard | None:
@@ -197,10 +200,17 @@ class Node:
     async def _tick(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(self._times.tick)
-            self._handle(self._worker.counters())
+            self._handle(self._counters())
             self._handle(events.Tick())
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
+
+    def _counters(self) -> events.Counters:
+        counters = self._worker.counters()
+        if self._head is None or self._promised is None:
+            return counters
+        slots, context = self._head.needs(self._promised)
+        return replace(counters, slots=slots, context=context)
 
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
@@ -295,12 +305,14 @@ class Node:
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
+                    self._promised = promise
                     call(lambda: conductor.open(len(members), promise))
-            case actions.CloseRing(epoch, reason, missing):
+            case actions.CloseRing(epoch, reason, missing, was_open, held):
                 self._worker.close_epoch(epoch)
-                error = ring_incomplete(reason, missing)
-                if action.was_open:
-                    call(lambda: conductor.close(error))
+                if was_open and epoch.head == self._profile.instance:
+                    call(lambda: conductor.suspend(reason, missing, held))
+                    if self._head is not None:
+                        self._head.interrupted(reason)
             case actions.PauseAdmission():
                 call(lambda: conductor.admit(False))
             case actions.ResumeAdmission():
@@ -330,6 +342,7 @@ class Node:
             status=self.status,
             missing=self._missing,
             queue_wait_s=self._config.limits.queue_wait_s,
+            recovery_s=self._config.limits.recovery_s,
             watch=self._watch_task,
         )
         self._head.start()

@@ -312,13 +312,13 @@ class Core:
         self.act(SwitchEpoch(epoch, members, stage, promise, seat.successor))
         return seat
 
-    def stand_up(self, reason: str, missing: tuple[int, ...] = ()) -> None:
-        """Give the seat up; the shard stays loaded."""
+    def stand_up(self, reason: str, missing: tuple[int, ...] = (), held: int = 0) -> None:
+        """Give the seat up; the shard stays loaded. See `CloseRing`."""
         if self.seat is None:
             return
         seat, self.seat = self.seat, None
         self.dirty = True
-        self.act(CloseRing(seat.epoch, reason, missing, seat.open))
+        self.act(CloseRing(seat.epoch, reason, missing, seat.open, held))
 
 
 def _lasting(state: State) -> State:

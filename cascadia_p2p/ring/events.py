@@ -110,6 +110,8 @@ class Counters:
         frames_in, frames_out: frames of this epoch taken, and handed to the socket to the successor.
         waiting_send: a frame is ready and the socket to the successor does not take it.
         probe_seen: number of the last probe frame of this epoch that came by; 0 for none.
+        slots, context: on a head, what the requests that wait for their answers need of a ring: slots at
+            once, positions a stream.
     """
 
     epoch: Epoch | None = None
@@ -118,6 +120,8 @@ class Counters:
     frames_out: int = 0
     waiting_send: bool = False
     probe_seen: int = 0
+    slots: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)

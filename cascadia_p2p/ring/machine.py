@@ -233,7 +233,7 @@ class RingMachine:
             case Bye():
                 core.peers.bury(peer.instance, core.now + core.times.departed)
                 core.drop(peer, redial=False)
-                self._on_gone(peer, f"{peer.label} left: {message.reason}")
+                self._on_gone(peer, f"{peer.label} left: {message.reason}", left=True)
 
     def _connection(self, event: ConnectionLost | ConnectionRefused) -> None:
         core = self._core
@@ -318,12 +318,14 @@ class RingMachine:
 
     # ------------------------------------------------------------------ loss and leaving
 
-    def _on_gone(self, peer: Peer, reason: str) -> None:
+    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
         core = self._core
         core.dirty = True
         core.say("info", "peer_gone", reason, node=peer.node, instance=peer.instance)
-        role = self._head if core.heads else self._follower
-        role.on_gone(peer, reason)
+        if core.heads:
+            self._head.on_gone(peer, reason, left=left)
+        else:
+            self._follower.on_gone(peer, reason)
 
     def _leave(self, reason: str) -> None:
         core = self._core

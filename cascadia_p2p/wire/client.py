@@ -198,12 +198,15 @@ class StreamPiece(Reply):
         text: what has become visible of the answer; left out when the model has no tokenizer.
         reasoning: the same of the model's reasoning; left out when there is nothing.
         token_ids: the ids that came.
+        notice: a sentence about the answer, for people, as when a lost node makes it pause; such a piece may
+            hold nothing else.
     """
 
     seq: Annotated[int, Field(ge=1)]
     text: str | None = None
     reasoning: str | None = None
     token_ids: TokenIds
+    notice: str | None = None
 
 
 class GenerateReply(Reply):

@@ -101,6 +101,7 @@ class SimNode:
         self.actions: list[a.Action] = []
         self.closed: list[a.CloseRing] = []
         self.lies = False
+        self.needs = (0, 0)
 
     @property
     def core(self):  # type: ignore[no-untyped-def]
@@ -138,6 +139,7 @@ class SimNode:
                     data.frames_out,
                     data.waiting_send,
                     data.probe_seen,
+                    *self.needs,
                 )
             )
             self.feed(e.Tick())

@@ -7,7 +7,7 @@ from ring_world import TIMES, SimNode, World, open_fleet, profile
 
 from cascadia_p2p.ring import actions as a
 from cascadia_p2p.ring import events as e
-from cascadia_p2p.types import Epoch, Instance
+from cascadia_p2p.types import Epoch, Instance, Promise
 from cascadia_p2p.wire.messages import Close, Form, Open, Ready
 
 
@@ -380,3 +380,41 @@ def test_a_member_takes_no_epoch_that_does_not_fit() -> None:
         assert len(rejects) == 1
         assert words in rejects[0].reason
         assert member.core.seat.epoch == seat.epoch
+
+
+@pytest.mark.parametrize("field", ["slots", "context"])
+def test_a_standby_that_promises_less_than_is_in_use_is_not_taken(field: str) -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    own = nodes[0].profile.promise
+    less = Promise(own.slots - 1, own.context, own.rows)
+    if field == "context":
+        less = Promise(own.slots, own.context - 1, own.rows)
+    standby = world.start(profile(9, shard=1, promise=less), 0.1)
+    world.run(4)
+    nodes[0].needs = (own.slots, own.context)
+    world.run(0.2)
+    world.kill(nodes[1])
+    world.run(4)
+    assert not world.is_open()
+    words = nodes[0].machine.snapshot(world.now)["waiting_for"]
+    assert f"promises {less.slots} slots of {less.context} positions, where 4 of 128 are in use" in str(words)
+    nodes[0].needs = (0, 0)
+    world.run_until(world.is_open, 2)
+    assert standby.core.seat is not None
+
+
+def test_a_loss_tells_which_frames_lay_at_the_lost_stage() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 4, 4)
+    for node, taken, sent in [(nodes[0], 5, 9), (nodes[1], 9, 9), (nodes[2], 7, 7), (nodes[3], 6, 6)]:
+        node.data.frames_in, node.data.frames_out = taken, sent
+    world.run(0.3)
+    world.kill(nodes[2])
+    world.run_until(lambda: nodes[0].core.seat is None, 3)
+    assert closing(nodes[0]).held == 7
+    world.restart(nodes[2])
+    world.run_until(world.is_open, 10)
+    nodes[1].feed(e.Leave("Ctrl-C"))
+    world.run(0.3)
+    assert closing(nodes[0]).held == 0, "who says goodbye is no victim"
