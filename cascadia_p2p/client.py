@@ -64,12 +64,17 @@ Prompt: TypeAlias = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """How an answer ends; see `wire.client.GenerateRequest`."""
+    """How tokens are chosen and an answer ends; see `wire.client.GenerateRequest`."""
 
     max_tokens: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    logprobs: int | bool
 
 
 class ChatOptions(Options, total=False):
@@ -257,7 +262,7 @@ class Client:
         self._streaming = False
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
-        """The greedy continuation of `prompt` (text, or token ids)."""
+        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
         return _answer(self._ask(_request(prompt, None, cast(ChatOptions, options))))
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:
@@ -359,7 +364,7 @@ class AsyncClient:
         self._finding = asyncio.Lock()
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
-        """The greedy continuation of `prompt` (text, or token ids)."""
+        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
         return _answer(await self._ask(_request(prompt, None, cast(ChatOptions, options))))
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:

@@ -22,6 +22,8 @@ FORBIDDEN = {
     "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
     "discovery": {"zmq", "openvino", "numba"},
     "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
+    "simulate": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "time"},
+    "workload": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib", "time"},
 }
 """Libraries that a package must not know."""
 
@@ -50,6 +52,8 @@ ALLOWED = {
     },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
+    "workload": {"errors"},
+    "simulate": {"errors", "types", "wire", "ring", "planning", "models", "engine", "workload"},
 }
 """Our own packages that a package may import, beside itself; `node` and `cli` see everything."""
 

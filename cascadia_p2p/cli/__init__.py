@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "status": "show the ring, its nodes and what is missing",
     "profile": "measure how fast this PC computes its shard",
     "plan": "say which PC takes which layers, what that needs, and how fast it will be",
+    "simulate": "run the scheduler on a fleet of which only times are known",
     "doctor": "look at this PC, its network and its fleet, and say what to do",
     "demo": "run a whole ring on this machine and ask it one question",
 }

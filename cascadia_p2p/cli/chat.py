@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from cascadia_p2p.cli.generate import add_answer_flags, answer_options
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, read_messages, tell_if_waiting
+from cascadia_p2p.cli.terminal import (
+    AnswerPrinter,
+    forgive_encodings,
+    print_scores,
+    read_messages,
+    tell_if_waiting,
+)
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
@@ -190,6 +196,7 @@ class Talk:
                 printer.end()
             raise
         printer.end()
+        print_scores(answer.reply, sys.stderr)
         usage = answer.reply.usage
         self._history.add(question, text, usage.prompt_tokens + usage.completion_tokens)
         self._tell_end(answer.reply)

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from typing import Final, TextIO
 
-from cascadia_p2p.client import Client, StreamPiece
+from cascadia_p2p.client import Client, GenerateReply, StreamPiece
+from cascadia_p2p.wire.client import ScoredToken
 
-__all__ = ["AnswerPrinter", "forgive_encodings", "read_messages"]
+__all__ = ["AnswerPrinter", "forgive_encodings", "print_scores", "read_messages", "tell_if_waiting"]
 
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
@@ -65,6 +66,18 @@ class AnswerPrinter:
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def print_scores(reply: GenerateReply, out: TextIO) -> None:
+    """Print a line a token, if logprobs were asked for: its own, its text, and the likeliest in its place."""
+    for score in reply.logprobs or ():
+        named = "".join(f"  {each.logprob:.4f} {_named(each)}" for each in score.top_logprobs or ())
+        print(f"{score.logprob:9.4f} {_named(score)}" + (f"  |{named}" if named else ""), file=out)
+
+
+def _named(token: ScoredToken) -> str:
+    # Quoted, so that white space shows and control characters do nothing.
+    return str(token.token_id) if token.token is None else repr(token.token)
 
 
 def forgive_encodings() -> None:

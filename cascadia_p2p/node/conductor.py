@@ -67,13 +67,15 @@ class HeadConductor:
             self._in_flight.append((plan.number, plan.segments["stream"]))
         return plan
 
-    def on_tokens(self, number: int, records: npt.NDArray[np.void]) -> None:
-        """Take the answer to frame `number`.
+    def on_tokens(
+        self, number: int, records: npt.NDArray[np.void], alternatives: npt.NDArray[np.void]
+    ) -> None:
+        """Take the answer to frame `number`: RECORD and ALTERNATIVE tables.
 
         Raises:
             ValueError: it answers no frame in flight.
         """
-        self._tell(self._scheduler.on_tokens(number, records, time.monotonic()))
+        self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
         self._in_flight.popleft()
 
     def open(self, stages: int, promise: Promise) -> None:
@@ -98,9 +100,14 @@ class HeadConductor:
             self._suspect(held, reason)
         self._in_flight.clear()
 
-    def pace(self, stage_time: StageTime) -> None:
-        """Compose frames for stages whose time grows with rows like this."""
-        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time)
+    def pace(self, stage_time: StageTime, trip_time: StageTime | None = None) -> None:
+        """Compose frames for a ring with these times.
+
+        Args:
+            stage_time: of its slowest stage.
+            trip_time: of all its stages together; None when only the slowest is known.
+        """
+        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time, trip_time=trip_time)
 
     def admit(self, admitting: bool) -> None:
         """Start waiting streams, or leave them waiting."""

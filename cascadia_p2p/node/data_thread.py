@@ -25,6 +25,7 @@ from cascadia_p2p.wire.frames import (
     Rows,
     SegmentError,
     Table,
+    alternative_table,
     decode_header,
     encode_header,
     record_table,
@@ -207,7 +208,7 @@ class DataThread:
             self._expected += 1
             self.counters.frames_in += 1
             if seat.head:
-                self._answer(seat, frame.number, frame.records)
+                self._answer(seat, frame.number, frame.records, frame.alternatives)
             else:
                 self._pass_on(seat, frame, header)
 
@@ -250,12 +251,12 @@ class DataThread:
         else:
             self._send(encode_header(frame), None)
 
-    def _answer(self, seat: Seat, number: int, records: Table) -> None:
+    def _answer(self, seat: Seat, number: int, records: Table, alternatives: Table) -> None:
         """Give the tail's answer to the conductor."""
         self.counters.progress += 1
         try:
             if seat.conductor is not None:
-                seat.conductor.on_tokens(number, records)
+                seat.conductor.on_tokens(number, records, alternatives)
         except Exception as error:
             self._break_for("the scheduler does not take the ring's answer", error)
 
@@ -290,7 +291,7 @@ class DataThread:
         )
         rows = self._compute(seat, frame, plan.tokens)
         if seat.alone:
-            self._answer(seat, frame.number, self._read_tokens(seat, frame, rows))
+            self._answer(seat, frame.number, *self._read_tokens(seat, frame, rows))
         else:
             self._send(encode_header(frame), rows)
             self.counters.frames_out += 1
@@ -303,8 +304,8 @@ class DataThread:
         inputs = np.empty((0, seat.limits.hidden), np.float32) if frame.payload is None else frame.payload
         rows = self._compute(seat, frame, inputs)
         if seat.tail:
-            records = self._read_tokens(seat, frame, rows)
-            answer = Frame(FrameKind.TOKENS, frame.epoch, frame.number, records=records)
+            records, alternatives = self._read_tokens(seat, frame, rows)
+            answer = Frame(_TOKENS, frame.epoch, frame.number, records=records, alternatives=alternatives)
             self._send(encode_header(answer), None)
         else:
             self._send(header, rows)
@@ -331,14 +332,17 @@ class DataThread:
             return rows.copy()
         return rows if rows.flags.c_contiguous else np.ascontiguousarray(rows)
 
-    def _read_tokens(self, seat: Seat, frame: Frame, rows: Rows) -> Table:
-        """The tail's records; if the head of the model fails, one for every segment, with the error."""
+    def _read_tokens(self, seat: Seat, frame: Frame, rows: Rows) -> tuple[Table, Table]:
+        """The tail's records with their alternatives.
+
+        If the head of the model fails, a record for every segment, with the error.
+        """
         started = time.perf_counter_ns()
         try:
             return seat.stage.tokens(frame.segments, rows)
         except Exception as error:
             self._failed(seat, frame.segments, error)
-            return _error_records(frame.segments)
+            return _error_records(frame.segments), alternative_table()
         finally:
             self.counters.busy_ns += time.perf_counter_ns() - started
             self.counters.progress += 1

@@ -180,7 +180,7 @@ class HeadService:
             pending = self._pending.get(stream)
             if pending is None or pending.answer is None:
                 continue
-            pending.answer.take(update.tokens)
+            pending.answer.take(update.tokens, update.scores)
             if pending.answer.stopped:
                 self._finish(pending, pending.answer, update.stream, FinishReason.STOP)
                 if not update.terminal:

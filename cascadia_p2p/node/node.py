@@ -287,6 +287,7 @@ class Node:
         action: actions.LoadShard
         | actions.SwitchEpoch
         | actions.SendProbe
+        | actions.SetPace
         | actions.OpenRing
         | actions.CloseRing
         | actions.PauseAdmission
@@ -302,6 +303,8 @@ class Node:
                 self._worker.switch(action)
             case actions.SendProbe(epoch, number):
                 self._worker.probe(epoch, number)
+            case actions.SetPace(times):
+                call(lambda: conductor.pace(times.slowest, times.trip))
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:

@@ -171,6 +171,8 @@ class Places:
             data=self.receiver.endpoint,
             client=Endpoint(self.address.ip, self.client_port),
             device=config.device,
+            precision=config.precision,
+            cache=config.cache,
             pid=os.getpid(),
             shard=config.shard,
         )

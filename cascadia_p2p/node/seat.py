@@ -28,8 +28,11 @@ class StageLike(Protocol):
         """Fresh C-contiguous float32 [rows, hidden]; marks failed segments; `on_layer` may raise."""
         ...
 
-    def tokens(self, segments: Table, hidden: npt.NDArray[np.float32]) -> Table:
-        """RECORD table: the token of every segment that wants one, the status of every one that failed."""
+    def tokens(self, segments: Table, hidden: npt.NDArray[np.float32]) -> tuple[Table, Table]:
+        """RECORD table: the token of every segment that wants one, the status of every one that failed.
+
+        And the ALTERNATIVE table of the records.
+        """
         ...
 
     def reset(self) -> None:
@@ -68,7 +71,7 @@ class ConductorLike(Protocol):
         """The next frame, or None when there is no work or no credit."""
         ...
 
-    def on_tokens(self, number: int, records: Table) -> None:
+    def on_tokens(self, number: int, records: Table, alternatives: Table) -> None:
         """Take the answer to frame `number`; ValueError when none such is due."""
         ...
 

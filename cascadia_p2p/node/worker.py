@@ -21,7 +21,7 @@ from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.data_thread import DataThread
 from cascadia_p2p.node.places import Places
-from cascadia_p2p.node.profiles import find_profile, layer_seconds, stage_time, subject_of
+from cascadia_p2p.node.profiles import find_profile, layer_seconds, pace, subject_of
 from cascadia_p2p.node.seat import DataCounters, Seat
 from cascadia_p2p.planning.measured import MeasuredNode
 from cascadia_p2p.ring import events
@@ -181,11 +181,9 @@ class Worker:
             self._ready(loaded)
 
     def _ready(self, loaded: LoadedShard) -> None:
-        """Tell that a shard can compute, and the scheduler how its time grows with rows."""
-        measured = None if loaded.profile is None else stage_time(loaded.profile)
-        if loaded.shard == 0 and measured is not None:
-            self._data.call(lambda: self._conductor.pace(measured))
-        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s))
+        """Tell that a shard can compute, and how its time grows with rows."""
+        known = () if loaded.profile is None else pace(loaded.profile)
+        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s, known))
 
     def _profile(self, reader: ShardReader) -> MeasuredNode | None:
         found = find_profile(self._config.state_root, subject_of(self._config, reader))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.ring.stagetime import RingTime
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire.messages import ControlMessage, Member
 
@@ -117,6 +118,13 @@ class SendProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPace:
+    """On the head: compose frames for stages that take these times."""
+
+    times: RingTime
+
+
+@dataclass(frozen=True, slots=True)
 class OpenRing:
     """The ring serves; on the head, admit requests."""
 
@@ -204,6 +212,7 @@ Action: TypeAlias = (
     | LoadShard
     | SwitchEpoch
     | SendProbe
+    | SetPace
     | OpenRing
     | CloseRing
     | PauseAdmission

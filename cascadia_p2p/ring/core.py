@@ -26,6 +26,7 @@ from cascadia_p2p.ring.claims import Holder, winners
 from cascadia_p2p.ring.events import Counters
 from cascadia_p2p.ring.membership import AddressBook, Membership, Peer
 from cascadia_p2p.ring.profile import NodeProfile, Times
+from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire.messages import (
     Beat,
@@ -102,6 +103,7 @@ class Core:
         self.since = now
         self.progress = 0.0
         self.layer_s = 0.0
+        self.pace: Pace = ()
         self.seat: Seat | None = None
         self.counter = 0
         self.counters = Counters()
@@ -227,7 +229,7 @@ class Core:
             "layers": own.layers, "hidden": own.hidden, "holds": self.holds, "claim": self.claim(),
             "promise": own.promise, "control": own.control, "data": own.data, "client": self._client(),
             "epoch": self.counter, "ring": self.seat.epoch if self.seat else None,
-            "device": own.device, "pid": own.pid,
+            "device": own.device, "precision": own.precision, "cache": own.cache, "pid": own.pid,
             "peers": tuple(peer.intro.control for peer in self.peers)[:256],
         }  # fmt: skip
 
@@ -242,6 +244,7 @@ class Core:
                 "client": self._client(), "epoch": self.counter,
                 "ring": self.seat.epoch if self.seat else None,
                 "progress": self.progress, "standby": self.standby, "layer_s": self.layer_s,
+                "pace": self.pace,
             }
         )  # fmt: skip
         due = self.now - self._told_at >= self.times.state

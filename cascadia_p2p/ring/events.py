@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Epoch, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, OtherVersion
 
@@ -63,10 +64,17 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoaded:
-    """The shard is ready to compute; `layer_s` is the profiled time of a layer for a full frame, or 0."""
+    """The shard is ready to compute.
+
+    Args:
+        shard: its index.
+        layer_s: the profiled time of a layer for a full frame; 0 when not known.
+        pace: profiled times of the whole stage; empty when not known.
+    """
 
     shard: int
     layer_s: float = 0.0
+    pace: Pace = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,14 @@ from cascadia_p2p.ring.actions import (
     PauseAdmission,
     ResumeAdmission,
     SendProbe,
+    SetPace,
     StopBeingHead,
 )
 from cascadia_p2p.ring.claims import ranked
 from cascadia_p2p.ring.core import Core, Seat
 from cascadia_p2p.ring.formation import Attempt, next_epoch, plan, shard_list
 from cascadia_p2p.ring.membership import Peer
+from cascadia_p2p.ring.stagetime import Pace, StageTime, ring_time
 from cascadia_p2p.ring.watch import HopWatch
 from cascadia_p2p.types import Epoch, NodeId, Promise
 from cascadia_p2p.wire.messages import Beat, ClaimState, Close, Form, Member, Open, Ready, Reject
@@ -49,6 +51,7 @@ class Head:
         self._retry_at = core.now
         self._candidate_since: float | None = None
         self._probe = 0
+        self._paces: tuple[Pace, ...] = ()
 
     # ------------------------------------------------------------------ becoming the head
 
@@ -178,6 +181,7 @@ class Head:
         seat.open = True
         attempt.opened_at = attempt.open_at = core.now
         core.dirty = True
+        self._tell_pace(seat)
         core.act(OpenRing(seat.epoch, seat.members, seat.promise))
         self._send_open(seat, [member.node for member in seat.others])
         core.say(
@@ -288,6 +292,7 @@ class Head:
         if attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable:
             self._failures = 0
         self._pause_or_resume(self._suspects(attempt))
+        self._tell_pace(seat)
         slowest = max([core.layer_s, *(peer.layer_s for peer in core.peers if peer.node in attempt.beat_at)])
         limit = max(core.times.stuck, core.times.stuck_layers * slowest)
         blame = attempt.watch.blame(lambda since: core.peers.silence(since, core.now), limit)
@@ -305,6 +310,18 @@ class Head:
         else:
             reason = f"{name} took a frame and has made no progress for {blame.seconds:.1f} s: it is stuck"
         self._end(reason, (member.shard,), lost=member.node)
+
+    def _tell_pace(self, seat: Seat) -> None:
+        """Tell the scheduler the stages' times when any of them has become known."""
+        core = self._core
+        peers = [core.peers.get(member.node) for member in seat.others]
+        paces = (core.pace, *(() if peer is None else peer.pace for peer in peers))
+        if paces == self._paces:
+            return
+        self._paces = paces
+        times = ring_time([StageTime.measured(pace) for pace in paces])
+        if times is not None:
+            core.act(SetPace(times))
 
     def _suspects(self, attempt: Attempt) -> list[str]:
         core = self._core

@@ -254,7 +254,7 @@ class RingMachine:
             case LoadProgress():
                 core.progress = min(1.0, max(0.0, event.share))
             case ShardLoaded():
-                core.progress, core.layer_s = 1.0, max(0.0, event.layer_s)
+                core.progress, core.layer_s, core.pace = 1.0, max(0.0, event.layer_s), event.pace
                 core.set_state(ClaimState.LOADED)
                 core.say(
                     "info", "shard_loaded", f"{core.label} has loaded shard {event.shard}", shard=event.shard

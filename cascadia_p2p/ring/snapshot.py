@@ -167,6 +167,8 @@ def _node(intro: Introduction, claim: Claim, holds: tuple[int, ...]) -> dict[str
         "pid": intro.pid,
         "software": intro.software,
         "device": intro.device,
+        "precision": intro.precision,
+        "cache": intro.cache,
         "control": str(intro.control),
         "data": str(intro.data),
         "client": str(intro.client) if intro.client else None,

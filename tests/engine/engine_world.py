@@ -20,7 +20,7 @@ from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
-from cascadia_p2p.types import Promise
+from cascadia_p2p.types import GREEDY, Promise, Sampling
 from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentError, SegmentFlag
 
 F32 = npt.NDArray[np.float32]
@@ -123,8 +123,12 @@ class Stages:
             for number, (end, count) in enumerate(zip(ends, split, strict=True))
         ]
 
-    def start(self, stream: int, slot: int = 0) -> None:
-        self.send([], operations((OperationKind.START, stream, slot)))
+    def start(self, stream: int, slot: int = 0, sampling: Sampling = GREEDY, alternatives: int = 0) -> None:
+        table = operations((OperationKind.START, stream, slot))
+        for name in ("seed", "top_k", "temperature", "top_p"):
+            table[name] = getattr(sampling, name)
+        table["logprobs"] = alternatives
+        self.send([], table)
 
     def send(self, windows: Iterable[Window], table: Table = NO_OPERATIONS) -> tuple[Table, F32]:
         """Take one frame through all stages; the marked segments, and the rows behind the last layer."""
@@ -152,17 +156,23 @@ class Stages:
         )
 
     def generate(
-        self, stream: int, prompt: Sequence[int], count: int, window: int, slot: int = 0
+        self,
+        stream: int,
+        prompt: Sequence[int],
+        count: int,
+        window: int,
+        slot: int = 0,
+        sampling: Sampling = GREEDY,
     ) -> tuple[int, ...]:
-        """Prefill in windows, then decode greedily by the records of the last stage."""
-        self.start(stream, slot)
+        """Prefill in windows, then decode by the records of the last stage."""
+        self.start(stream, slot, sampling)
         made: list[int] = []
         ids, at = list(prompt), 0
         while len(made) < count:
             part = ids[at : at + window]
             marked, rows = self.send([Window(stream, at, part, slot, want=at + len(part) == len(ids))])
             at += len(part)
-            records = self.stages[-1].tokens(marked, rows)
+            records, _ = self.stages[-1].tokens(marked, rows)
             if at == len(ids):
                 assert records["position"].tolist() == [at]
                 assert records["status"].tolist() == [SegmentError.NONE]

@@ -164,7 +164,7 @@ def test_tokens_of_streams_that_decode_together_are_those_of_each_alone(
         marked, rows = ring.send(
             [Window(n, len(each) - 1, each[-1:], n, want=True) for n, each in enumerate(ids)]
         )
-        for each, record in zip(ids, ring.stages[-1].tokens(marked, rows), strict=True):
+        for each, record in zip(ids, ring.stages[-1].tokens(marked, rows)[0], strict=True):
             each.append(int(record["token"]))
     assert [tuple(each[-24:]) for each in ids] == alone
 

@@ -11,7 +11,7 @@ from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
-from cascadia_p2p.wire.frames import SegmentFlag, record_table
+from cascadia_p2p.wire.frames import SegmentFlag, alternative_table, record_table
 
 PROMISE = Promise(4, 64, 8)
 
@@ -51,7 +51,7 @@ class World:
         for name in ("stream", "slot"):
             records[name] = wanting[name]
         records["position"] = records["token"] = wanting["start"] + wanting["rows"]
-        self.conductor.on_tokens(plan.number, records)
+        self.conductor.on_tokens(plan.number, records, alternative_table())
 
     def drain(self) -> None:
         while (plan := self.conductor.schedule()) is not None:
