@@ -128,6 +128,9 @@ class Limits(_Section):
     recovery_s: _Seconds = Field(
         900.0, description="longest wait of a request for a lost node, or another in its place"
     )
+    drain_s: _Seconds = Field(
+        60.0, description="longest time that a node which is asked to end goes on with what runs"
+    )
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> Self:

@@ -126,6 +126,17 @@ class HeadConductor:
         if update is not None:
             self._tell([update])
 
+    @property
+    def running(self) -> int:
+        """Streams with a slot; any thread may ask."""
+        return self._scheduler.running
+
+    def drop_waiting(self, error: RequestError) -> None:
+        """End the streams that have never had a slot with `error`."""
+        for stream in list(self._scheduler.streams()):
+            if stream.started_at is None:
+                self.drop(stream.request.stream, error)
+
     def expire(self, queue_s: float, recovery_s: float, missing: Sequence[int]) -> None:
         """End the streams that have waited too long.
 

@@ -131,6 +131,7 @@ class HeadService:
         self._outbox = Outbox(server, self._cancel_connection)
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
+        self._draining: RequestError | None = None
         self.counts = HeadCounts()
 
     @property
@@ -149,6 +150,11 @@ class HeadService:
             if pending.request.stream and not pending.cancelled and pending.answer is not None:
                 notice = pending.answer.notice(f"{reason}; the answer goes on as soon as the ring does")
                 self._outbox.send(pending.route, encode(notice), stream)
+
+    def drain(self, reason: str) -> None:
+        """Start nothing more; what runs goes on."""
+        self._draining = ring_incomplete(f"its head takes nothing new: {reason}; ask again soon", ())
+        self._data.call(partial(self._conductor.drop_waiting, self._draining))
 
     def start(self) -> None:
         """Take requests from now on."""
@@ -227,6 +233,8 @@ class HeadService:
             self._refuse(route, RequestError(ErrorCode.INTERNAL, "the head could not handle this request"))
 
     def _generate(self, route: Route, request: GenerateRequest, *, one_reply: bool) -> None:
+        if self._draining is not None:
+            raise RequestError(self._draining.code, self._draining.message, request_id=request.id)
         if request.id is not None and self._find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,

@@ -117,6 +117,8 @@ class Node:
         self._announced: Announcement | None = None
         self._promised: Promise | None = None
         """What the ring that this node heads, or headed last, can hold."""
+        self._leaving = ""
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     @property
     def loaded(self) -> LoadedShard | None:
@@ -144,8 +146,21 @@ class Node:
         finally:
             await self._close()
 
+    def drain(self, reason: str) -> None:
+        """End as soon as this node can be spared, `drain_s` seconds at most; only in the event loop."""
+        if self._ended.done() or self._drain_timer is not None:
+            return
+        self._drain_timer = self._loop.call_later(self._config.limits.drain_s, self.leave, reason)
+        self._leaving = reason
+        if self._head is not None:
+            self._head.drain(reason)
+        self._handle(events.Drain(reason))
+        self._handle(events.Tick())
+
     def leave(self, reason: str) -> None:
         """Say goodbye and end; only in the event loop."""
+        if self._ended.done():
+            return
         self._handle(events.Leave(reason))
         self._end(Ending.LEFT)
 
@@ -210,7 +225,7 @@ class Node:
         if self._head is None or self._promised is None:
             return counters
         slots, context = self._head.needs(self._promised)
-        return replace(counters, slots=slots, context=context)
+        return replace(counters, running=self._conductor.running, slots=slots, context=context)
 
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
@@ -275,6 +290,8 @@ class Node:
                 for endpoint in self._plane.addresses_of(node):
                     self._found(endpoint, there=False)
                 self._plane.drop_peer(node, instance)
+            case actions.Drained():
+                self._loop.call_soon(self.leave, self._leaving)
             case actions.Say():
                 getattr(_log, action.level)(action.event, message=action.sentence, **action.fields)
             case actions.Fatal(error):
@@ -409,6 +426,8 @@ class Node:
             self._ended.set_exception(how)
 
     async def _close(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         if self._head is not None:
             self._close_door("this node is leaving")
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -177,6 +177,11 @@ class StopBeingHead:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing needs this node any more, after it was asked to drain."""
+
+
+@dataclass(frozen=True, slots=True)
 class Say:
     """Log an event and show its sentence.
 
@@ -219,6 +224,7 @@ Action: TypeAlias = (
     | ResumeAdmission
     | BecomeHead
     | StopBeingHead
+    | Drained
     | Say
     | Fatal
 )

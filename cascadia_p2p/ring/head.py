@@ -62,6 +62,8 @@ class Head:
         self._serve_clients(candidate)
         if core.seat is not None or not candidate or core.now < self._retry_at:
             return
+        if core.leaving is not None and not core.counters.slots:
+            return
         self._avoided = {node: until for node, until in self._avoided.items() if until > core.now}
         chosen = plan(core, self._avoided)
         if chosen.members is None:
@@ -75,7 +77,9 @@ class Head:
         if core.seat is not None or core.shard != 0 or core.state is not ClaimState.LOADED:
             return False
         rivals = [
-            peer for peer in core.peers if peer.claim.shard == 0 and not core.peers.is_suspect(peer, core.now)
+            peer
+            for peer in core.peers
+            if peer.claim.shard == 0 and not peer.leaving and not core.peers.is_suspect(peer, core.now)
         ]
         claims = [core.own_holder(), *(core.holder(peer) for peer in rivals)]
         return ranked(claims, core.times.claim_tolerance)[0].node == core.node
@@ -291,7 +295,13 @@ class Head:
             self._send_open(seat, deaf)
         if attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable:
             self._failures = 0
-        self._pause_or_resume(self._suspects(attempt))
+        leavers = [peer for peer in core.peers if peer.leaving and peer.node in attempt.beat_at]
+        if leavers and self._spare(leavers, seat):
+            return
+        self._pause_or_resume(
+            [*self._suspects(attempt), *(f"{peer.label} is leaving" for peer in leavers)],
+            drains=core.leaving is not None,
+        )
         self._tell_pace(seat)
         slowest = max([core.layer_s, *(peer.layer_s for peer in core.peers if peer.node in attempt.beat_at)])
         limit = max(core.times.stuck, core.times.stuck_layers * slowest)
@@ -335,14 +345,25 @@ class Head:
                 found.append(f"{peer.label} has not beaten for more than {core.times.suspect:g} s")
         return found
 
-    def _pause_or_resume(self, suspects: list[str]) -> None:
+    def _spare(self, leavers: list[Peer], seat: Seat) -> bool:
+        """Let members go that asked for it, if others take their places or nothing runs; whether that was."""
         core = self._core
+        chosen = plan(core, self._avoided)
+        if chosen.members is None and core.counters.running:
+            return False
+        names = " and ".join(peer.label for peer in leavers)
+        missing = () if chosen.members else self._shards_of(seat, {peer.node for peer in leavers})
+        self._end(f"{names} {'is' if len(leavers) == 1 else 'are'} leaving", missing, at_once=True)
+        return True
+
+    def _pause_or_resume(self, suspects: list[str], *, drains: bool = False) -> None:
+        core = self._core
+        if drains:
+            suspects = [*suspects, f"{core.label} is leaving"]
         if suspects and self.paused is None:
             self.paused = "; ".join(suspects)
             core.act(PauseAdmission(self.paused))
-            core.say(
-                "warning", "member_suspect", f"{self.paused}; no new request is started until it is heard"
-            )
+            core.say("warning", "member_suspect", f"{self.paused}; no new request is started for now")
         elif not suspects and self.paused is not None:
             self.paused = None
             core.act(ResumeAdmission())

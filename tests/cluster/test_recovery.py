@@ -123,3 +123,58 @@ def test_a_standby_that_holds_less_than_is_in_use_does_not_take_over(
             assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 2
 
     run(scenario())
+
+
+def test_a_node_that_is_asked_to_end_hands_its_streams_to_its_standby(shards: Shards, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.open()
+            whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
+            standby = await ring.start(model, shard=1)
+            await ring.until(lambda: standby.state == "standby", "a standby")
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(6)]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            holder.node.drain("the test asks it")
+            await asyncio.wait_for(holder.task, 5.0)
+            assert not any(each.done() for each in waiting), "nobody had to be waited for"
+            assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 6
+
+    run(scenario())
+
+
+def test_a_node_without_a_standby_finishes_what_runs_and_the_rest_waits_for_its_return(
+    shards: Shards, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.open()
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(6)]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            holder.node.drain("the test asks it")
+            await asyncio.wait_for(holder.task, 20.0)
+            # Four ran in the slots.
+            assert sum(each.done() for each in waiting) == 4
+            await ring.start(model, shard=1)
+            assert len({reply.token_ids for reply in await asyncio.gather(*waiting)}) == 1
+            # The head takes nothing more, and goes when what runs is answered.
+            last = [asyncio.create_task(ask(head, PROMPT.ids, max_tokens=LENGTH)) for _ in range(6)]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            await ring.open()
+            await ring.until(lambda: head.node.status()["data_thread"]["frames_out"] > 0, "they run")
+            head.node.drain("the test asks it")
+            with pytest.raises(RequestError, match="its head takes nothing new") as told:
+                await ask(head, PROMPT.ids)
+            assert told.value.code is ErrorCode.RING_INCOMPLETE
+            await asyncio.wait_for(head.task, 20.0)
+            ends = await asyncio.gather(*last, return_exceptions=True)
+            assert sum(isinstance(end, RequestError) for end in ends) == 2
+
+    run(scenario())
