@@ -81,7 +81,7 @@ def _path(value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value:
-        raise ValueError("expected the name of a directory")
+        raise ValueError("expected the name of a file or directory")
     return Path(value).expanduser()
 
 
@@ -181,6 +181,9 @@ class Config(_Section):
     )
     slots: int = Field(16, ge=1, le=4096, description="streams at once")
     context: int = Field(2048, ge=1, le=1 << 24, description="positions a stream, at most the model's own")
+    prefixes: int = Field(
+        16, ge=0, le=65535, description="prompts' beginnings to keep for later requests; 0 keeps none"
+    )
     rows: int = Field(64, ge=1, le=4096, description="rows a frame")
     queue: int = Field(256, ge=0, le=1_000_000, description="requests that may wait")
     threads: int = Field(
@@ -200,6 +203,14 @@ class Config(_Section):
     )
     endpoint: Annotated[Endpoint | None, PlainValidator(_optional_endpoint)] = Field(
         None, description="the head node's client address (default: found by mDNS)"
+    )
+    key: _OptionalPath = Field(
+        None,
+        description="key file: the fleet's for nodes, or a client's (default: beside the shards, else the "
+        "user's own)",
+    )
+    insecure: bool = Field(
+        False, description="without a key, speak in the clear beyond this PC; everybody there can take part"
     )
     timeout: _Seconds = Field(600.0, description="seconds a client command waits for its answer")
     limits: Limits = Limits()
@@ -317,7 +328,7 @@ class _Given:
             return
         for name, text in texts.items():
             # A path may be any bytes.
-            if name not in ("model", "state_dir") and not _is_text(text):
+            if name not in ("model", "state_dir", "key") and not _is_text(text):
                 raise UsageError(f"{sources[name]}: {text!a} holds bytes that are no text in UTF-8")
         nested = _nest(texts)
         parsed = _checked(
@@ -415,6 +426,8 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             words += f" (default: {default})"
         if name == "mdns":
             parser.add_argument("--mdns", action=argparse.BooleanOptionalAction, default=None, help=words)
+        elif name == "insecure":
+            parser.add_argument("--insecure", action="store_true", default=None, help=words)
         elif name == "peers":
             parser.add_argument("--peer", dest=name, action="append", metavar="HOST:PORT", help=words)
         else:
@@ -425,6 +438,7 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
 _METAVARS = {
     "model": "DIR",
     "state_dir": "DIR",
+    "key": "FILE",
     "fleet": "NAME",
     "bind": "ADDR",
     "device": "NAME",

@@ -107,7 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help="measured nodes"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    add_flags(parser, "device", "cache", "context", "slots", "rows")
+    add_flags(parser, "device", "cache", "context", "slots", "prefixes", "rows")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     subject = read_subject(source_path(args.source, lambda note: print(note, file=sys.stderr)))
     footprint = _footprint(args, config, subject)
     sizes = model_sizes(subject.config)
-    promise = Promise(config.slots, min(config.context, sizes.context), config.rows)
+    promise = Promise(config.slots, min(config.context, sizes.context), config.rows, config.prefixes)
     measured = _measured(args)
     demand = Demand(promise, footprint, reserve=max([RESERVE, *(each.overhead_bytes for each in measured)]))
     streams = promise.slots if args.streams is None else args.streams

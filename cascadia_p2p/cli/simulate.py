@@ -91,6 +91,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--place", action="store_true", help="say what the best order and the best split would give"
     )
     parser.add_argument(
+        "--most-layers",
+        type=int,
+        metavar="N",
+        help="layers with experts that a machine can hold, for the best split (default: one more than "
+        "an even split gives)",
+    )
+    parser.add_argument(
         "--last-role",
         choices=[each.value for each in LastRole],
         default=LastRole.LIGHT.value,
@@ -219,7 +226,7 @@ def _placement(args: argparse.Namespace, machines: Machines, given: Placement) -
     if _BEST in (args.order, args.split):
         if any(value not in (None, _BEST) for value in (args.order, args.split)):
             raise UsageError(f"--order and --split: give '{_BEST}' for both or for one alone")
-        _, of_orders, of_splits, of_both = placements(machines)
+        _, of_orders, of_splits, of_both = placements(machines, args.most_layers)
         return of_both if args.order == args.split else of_orders if args.order == _BEST else of_splits
     order, split = given.order, given.split
     if args.order is not None:
@@ -249,7 +256,7 @@ def _placed(
     """A level with each placement: as many streams as fill the ring, if that is among the levels."""
     streams = max((level for level in levels if level <= _PLACED_STREAMS), default=min(levels))
     found = []
-    for placement in placements(subject.machines):
+    for placement in placements(subject.machines, args.most_layers):
         fleet = subject.machines.fleet(placement.order, placement.split).with_promise(subject.fleet.promise)
         if args.hop_ms is not None:
             fleet = fleet.with_hops(args.hop_ms / 1e3)

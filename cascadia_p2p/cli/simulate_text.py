@@ -113,7 +113,8 @@ def _where(level: LevelStudy) -> str:
     )
     return (
         f"at {level.result.streams} streams a frame is {trip.seconds:.3f} s on its way: {parts}; "
-        f"{slowest.name} works {slowest.busy:.1%} of the time, without a pause {level.bound_tok_s:.2f} tokens/s"
+        f"{slowest.name} works {slowest.busy:.1%} of the time, without a pause "
+        f"{level.bound_tok_s:.2f} tokens/s"
     )
 
 

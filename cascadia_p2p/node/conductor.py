@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import StageTime
-from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
+from cascadia_p2p.ring.scheduler import Plan, PrefixCounts, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
 
 Deliver = Callable[[Sequence[Update]], None]
@@ -113,12 +113,31 @@ class HeadConductor:
         """Start waiting streams, or leave them waiting."""
         self._scheduler.admitting = admitting
 
-    def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
-        """Queue a stream; `refused` is called instead when there is no place for it."""
+    @property
+    def prefixes(self) -> PrefixCounts:
+        """What prefix reuse has done; any thread may read any field at any time."""
+        return self._scheduler.prefix_counts
+
+    def submit(
+        self,
+        request: StreamRequest,
+        refused: Callable[[StreamId, RequestError], None],
+        placed: Callable[[StreamId, int], None] | None = None,
+    ) -> None:
+        """Queue a stream.
+
+        Args:
+            request: the stream.
+            refused: called instead when there is no place for it.
+            placed: told how many streams wait before it.
+        """
         try:
-            self._scheduler.submit(request, time.monotonic())
+            place = self._scheduler.submit(request, time.monotonic())
         except RequestError as error:
             refused(request.stream, error)
+        else:
+            if placed is not None:
+                placed(request.stream, place)
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
         """End a stream with `error`, unless it has ended."""
@@ -127,9 +146,18 @@ class HeadConductor:
             self._tell([update])
 
     @property
+    def waiting(self) -> int:
+        """Streams that wait for a slot; from any thread."""
+        return self._scheduler.waiting
+
+    @property
     def running(self) -> int:
-        """Streams with a slot; any thread may ask."""
+        """Streams that have a slot; from any thread."""
         return self._scheduler.running
+
+    def tell_places(self, hear: Callable[[Sequence[StreamId]], None]) -> None:
+        """Let `hear` know the streams that wait for a slot, the next one first."""
+        hear([stream.request.stream for stream in self._scheduler.streams() if stream.slot is None])
 
     def drop_waiting(self, error: RequestError) -> None:
         """End the streams that have never had a slot with `error`."""

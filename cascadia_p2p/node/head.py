@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,22 +23,38 @@ from cascadia_p2p.transport.client_server import ClientCall, ClientFault, Client
 from cascadia_p2p.transport.looping import SocketClosedError
 from cascadia_p2p.types import Promise, StreamId
 from cascadia_p2p.wire.messages import (
+    AckRequest,
     CancelReply,
     CancelRequest,
     ErrorReply,
     FinishReason,
     GenerateRequest,
+    QueueNotice,
     StatusReply,
     StatusRequest,
     decode_request,
     encode,
 )
+from cascadia_p2p.wire.model import encode_flat
 
 PIECE_S: Final = 0.02
 """Least time between two pieces of one answer: tokens that come faster are sent together."""
 
 MAX_PIECES: Final = 256
-"""Pieces of one answer that may wait for a client that does not take them."""
+"""Pieces of one answer that may wait for a client that does not take them.
+
+Of a client that tells what it has read (`AckRequest`) all count that it has not; of another, those that
+neither its socket nor its system takes any more.
+"""
+
+SURPLUS_RETRY_S: Final = 5.0
+"""When a client that is one too many may try again."""
+
+PLACE_S: Final = 0.05
+"""From a request to the first word of its place in the queue, if it still waits then."""
+
+PLACES_S: Final = 1.0
+"""Least time between two words of a place."""
 
 _log = structlog.get_logger()
 
@@ -62,6 +79,8 @@ class _Pending:
         answer: None while the prompt is still being read.
         positions: of its stream at most, prompt and answer; 0 while the prompt is still being read.
         piece_at: when its last piece was sent.
+        read: number of the last piece that its client has read, as far as it tells.
+        place: the last that was told of its place in the queue.
         cancelled: its client wants no more pieces.
     """
 
@@ -70,6 +89,8 @@ class _Pending:
     answer: Answer | None = None
     positions: int = 0
     piece_at: float = float("-inf")
+    read: int = 0
+    place: int | None = None
     cancelled: bool = False
 
 
@@ -125,6 +146,9 @@ class HeadService:
         self._watch = watch
         self._numbers = itertools.count(1)
         self._pending: dict[StreamId, _Pending] = {}
+        self._named: dict[tuple[int, bytes, str], StreamId] = {}
+        self._of_connection: defaultdict[int, set[StreamId]] = defaultdict(set)
+        self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -176,8 +200,14 @@ class HeadService:
         await asyncio.gather(*self._tasks, *self._reading, return_exceptions=True)
         if self._due_timer is not None:
             self._due_timer.cancel()
+        if self._place_timer is not None:
+            self._place_timer.cancel()
         self._outbox.close()
         self._server.close()
+
+    def expel(self) -> None:
+        """End the connections of clients whose key was withdrawn."""
+        self._server.expel()
 
     def deliver(self, updates: Sequence[Update]) -> None:
         """Take what happened to streams; in the event loop."""
@@ -217,9 +247,16 @@ class HeadService:
         route = call.route
         try:
             request = decode_request(call.data)
+            if call.surplus and isinstance(request, GenerateRequest):
+                text = f"{self._server.limit} clients are connected, the most that this node serves"
+                raise RequestError(
+                    ErrorCode.OVERLOADED, text, request_id=request.id, retry_after_s=SURPLUS_RETRY_S
+                )
             match request:
                 case GenerateRequest():
                     self._generate(route, request, one_reply=call.one_reply)
+                case AckRequest():
+                    self._read_up_to(route, request)
                 case CancelRequest():
                     cancelled = self._cancel(route, request.id)
                     self._send(route, encode(CancelReply(id=request.id, cancelled=cancelled)))
@@ -250,13 +287,13 @@ class HeadService:
         stream = StreamId(next(self._numbers))
         pending = _Pending(route, request)
         if self._desk.is_long(request):
-            self._pending[stream] = pending
+            self._add(stream, pending)
             task = asyncio.create_task(self._read(stream, pending), name="prompt")
             self._reading.add(task)
             task.add_done_callback(self._reading.discard)
             return
         accepted, pending.answer = self._desk.accept(request, stream)
-        self._pending[stream] = pending
+        self._add(stream, pending)
         self._submit(accepted, pending)
 
     async def _read(self, stream: StreamId, pending: _Pending) -> None:
@@ -276,12 +313,13 @@ class HeadService:
                 pending.answer = answer
                 self._submit(accepted, pending)
             return
-        if self._pending.pop(stream, None) is not None:
+        if self._remove(stream) is not None:
             self._refuse(pending.route, failure)
 
     def _submit(self, accepted: StreamRequest, pending: _Pending) -> None:
         self.counts.accepted += 1
         pending.positions = len(accepted.prompt) + accepted.max_tokens
+        self._ask_places(PLACE_S)
         self._data.call(lambda: self._conductor.submit(accepted, self._refused))
 
     def _refused(self, stream: StreamId, error: RequestError) -> None:
@@ -289,10 +327,10 @@ class HeadService:
         self._loop.call_soon_threadsafe(self._fail, stream, error)
 
     def _finish(self, pending: _Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
-        del self._pending[stream.request.stream]
+        self._remove(stream.request.stream)
         piece = answer.finish()
         if piece is not None and pending.request.stream:
-            self._outbox.send(pending.route, encode(piece))
+            self._outbox.send(pending.route, encode_flat(piece))
         reply = answer.reply(stream, finish)
         self.counts.finished += 1
         self.counts.prompt_tokens += reply.usage.prompt_tokens
@@ -300,7 +338,7 @@ class HeadService:
         self._send(pending.route, encode(reply))
 
     def _fail(self, stream: StreamId, error: RequestError) -> None:
-        pending = self._pending.pop(stream, None)
+        pending = self._remove(stream)
         if pending is None:
             return
         if error.code is ErrorCode.CANCELLED:
@@ -316,12 +354,33 @@ class HeadService:
         self.counts.refused += 1
         self._send(route, encode(ErrorReply.of(error)))
 
+    def _add(self, stream: StreamId, pending: _Pending) -> None:
+        self._pending[stream] = pending
+        self._of_connection[pending.route.connection].add(stream)
+        if (name := _name(pending)) is not None:
+            self._named[name] = stream
+
+    def _remove(self, stream: StreamId) -> _Pending | None:
+        pending = self._pending.pop(stream, None)
+        if pending is None:
+            return None
+        connection = pending.route.connection
+        self._of_connection[connection].discard(stream)
+        if not self._of_connection[connection]:
+            del self._of_connection[connection]
+        if (name := _name(pending)) is not None:
+            del self._named[name]
+        return pending
+
     def _find(self, route: Route, request_id: str) -> StreamId | None:
-        for stream, pending in self._pending.items():
-            same = pending.route.connection == route.connection and pending.route.identity == route.identity
-            if same and pending.request.id == request_id:
-                return stream
-        return None
+        return self._named.get((route.connection, route.identity, request_id))
+
+    def _read_up_to(self, route: Route, request: AckRequest) -> None:
+        stream = self._find(route, request.id)
+        # An answer that has ended meanwhile needs no word any more.
+        if stream is not None:
+            pending = self._pending[stream]
+            pending.read = max(pending.read, request.seq)
 
     def _cancel(self, route: Route, request_id: str) -> bool:
         stream = self._find(route, request_id)
@@ -337,11 +396,10 @@ class HeadService:
 
     def _cancel_connection(self, connection: int) -> None:
         self._outbox.forget(connection)
-        for stream, pending in list(self._pending.items()):
-            if pending.route.connection == connection:
-                del self._pending[stream]
-                self.counts.cancelled += 1
-                self._drop(stream, "the client has gone")
+        for stream in list(self._of_connection.get(connection, ())):
+            self._remove(stream)
+            self.counts.cancelled += 1
+            self._drop(stream, "the client has gone")
 
     def _drop(self, stream: StreamId, reason: str) -> None:
         error = RequestError(ErrorCode.CANCELLED, reason)
@@ -375,12 +433,41 @@ class HeadService:
         if piece is None:
             return
         pending.piece_at = self._loop.time()
-        self._outbox.send(pending.route, encode(piece), stream)
-        if self._outbox.waiting(pending.route, stream) > MAX_PIECES:
+        self._outbox.send(pending.route, encode_flat(piece), stream)
+        unread = piece.seq - pending.read if pending.request.acks else 0
+        if max(unread, self._outbox.waiting(pending.route, stream)) > MAX_PIECES:
             self._outbox.discard(pending.route, stream)
-            text = f"the client has not taken the last {MAX_PIECES} pieces of the answer: read them faster"
+            text = f"the client has not read the last {MAX_PIECES} pieces of the answer: read them faster"
             self._fail(stream, RequestError(ErrorCode.SLOW_CLIENT, text))
             self._drop(stream, text)
+
+    # --- the queue ----------------------------------------------------------------------------------------
+
+    def _ask_places(self, after_s: float) -> None:
+        """Soon ask the scheduler who waits, for those who read as they come."""
+        if self._place_timer is None:
+            self._place_timer = self._loop.call_later(after_s, self._look_at_queue)
+
+    def _look_at_queue(self) -> None:
+        self._place_timer = None
+        self._data.call(lambda: self._conductor.tell_places(self._hear_places))
+
+    def _hear_places(self, waiting: Sequence[StreamId]) -> None:
+        """Called in the data thread."""
+        if waiting:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_places, waiting)
+
+    def _tell_places(self, waiting: Sequence[StreamId]) -> None:
+        """Tell who waits his place, where it has changed and the last word of it was taken."""
+        for place, stream in enumerate(waiting, 1):
+            pending = self._pending.get(stream)
+            if pending is None or not pending.request.stream or pending.cancelled or pending.place == place:
+                continue
+            if not self._outbox.blocked(pending.route):
+                pending.place = place
+                self._send(pending.route, encode(QueueNotice(id=pending.request.id, queued=place)))
+        self._ask_places(PLACES_S)
 
     async def _expire(self) -> None:
         while True:
@@ -389,3 +476,9 @@ class HeadService:
                 self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
             )
             self._data.call(expire)
+
+
+def _name(pending: _Pending) -> tuple[int, bytes, str] | None:
+    """By what its client can speak of a request."""
+    route, request_id = pending.route, pending.request.id
+    return None if request_id is None else (route.connection, route.identity, request_id)

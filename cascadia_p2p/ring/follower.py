@@ -179,9 +179,9 @@ class Follower:
         if least != form.promise:
             return (
                 f"epoch {form.epoch} promises {form.promise.slots} slots of {form.promise.context} "
-                f"positions and {form.promise.rows} rows a frame; {core.label} can hold "
-                f"{core.profile.promise.slots} of {core.profile.promise.context} and "
-                f"{core.profile.promise.rows} rows"
+                f"positions, {form.promise.rows} rows a frame and {form.promise.kept} kept prefixes; "
+                f"{core.label} can hold {core.profile.promise.slots} of {core.profile.promise.context}, "
+                f"{core.profile.promise.rows} rows and {core.profile.promise.kept} prefixes"
             )
         return None
 

@@ -61,6 +61,7 @@ from cascadia_p2p.wire.messages import (
     Beat,
     Bye,
     ClaimState,
+    Clients,
     Close,
     Form,
     Greeting,
@@ -197,7 +198,7 @@ class RingMachine:
                 core = self._core
                 body = snapshot.take(core, self._head, self.counts())
                 core.act(Answer(event.link, StatusReport(node=core.node, instance=core.instance, body=body)))
-            case StatusReport():
+            case StatusReport() | Clients():
                 self.ignored += 1
             case _:
                 self._hear_peer(message, event.link)

@@ -311,6 +311,22 @@ class StatusReport(ControlBase):
     body: dict[str, JsonValue]
 
 
+class Clients(Message):
+    """Which list of clients the sender has, and the list itself when it is asked for or has changed.
+
+    Args:
+        node, instance: the sender; whoever issues keys is no node.
+        digest: tells lists apart.
+        sealed: the list as JSON, authenticated with the fleet's key.
+    """
+
+    type: Literal["clients"] = "clients"
+    node: Node | None = None
+    instance: Run | None = None
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    sealed: Annotated[str, Field(max_length=200_000)] | None = None
+
+
 ControlMessage: TypeAlias = (
     Greeting
     | Welcome
@@ -326,6 +342,7 @@ ControlMessage: TypeAlias = (
     | Bye
     | StatusQuery
     | StatusReport
+    | Clients
 )
 
 

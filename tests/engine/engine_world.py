@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
@@ -66,16 +68,29 @@ def segments(*windows: Window) -> Table:
     return table
 
 
-def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int, int, int]) -> Table:
-    """Kind, stream, slot and, for a rewind, position."""
+Step: TypeAlias = (
+    tuple[OperationKind, int, int]
+    | tuple[OperationKind, int, int, int]
+    | tuple[OperationKind, int, int, int, int]
+)
+"""Kind, stream, slot and, where the kind has them, position and entry."""
+
+
+def operations(*steps: Step) -> Table:
     table = np.zeros(len(steps), OPERATION)
-    for operation, (kind, stream, slot, *position) in zip(table, steps, strict=True):
-        operation["kind"], operation["stream"], operation["slot"] = kind, stream, slot
-        operation["position"] = position[0] if position else 0
+    for operation, step in zip(table, steps, strict=True):
+        for name, value in zip(("kind", "stream", "slot", "position", "entry"), step, strict=False):
+            operation[name] = value
     return table
 
 
 NO_OPERATIONS = operations()
+
+
+def own_blocks(promise: Promise, window: int | None, rewind: int) -> npt.NDArray[np.int32]:
+    """A table that gives every slot blocks of its own, once and for all: int32 [slots, n]."""
+    blocks = Geometry.of(promise, window, rewind).blocks
+    return np.arange(promise.slots * blocks, dtype=np.int32).reshape(promise.slots, blocks)
 
 
 def backend_for(precision: str, rows: int, threads: int) -> MatrixBackend:
