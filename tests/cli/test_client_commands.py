@@ -63,7 +63,7 @@ def test_generate_json_is_the_whole_reply(run: Run, at: tuple[str, str]) -> None
     reply = json.loads(done.out)
     assert reply["token_ids"] == list(STOPPED.generated[:5])
     assert reply["finish_reason"] == "length"
-    assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": 5}
+    assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "cached_tokens": 0}
 
 
 def test_generate_takes_text_from_the_command_line_or_stdin(
