@@ -22,7 +22,6 @@ from cascadia_p2p.simulate.placement import (
     Placement,
     check_order,
     check_split,
-    even_split,
     placements,
 )
 from cascadia_p2p.simulate.plot import Curve, check_plot, draw
@@ -165,8 +164,8 @@ def _subject(args: argparse.Namespace, levels: tuple[int, ...]) -> _Subject:
         rows = args.rows or published().fleet().promise.rows
     else:
         rows = args.rows or _ROWS
-        machines = _profiled(args, Promise(slots, context, rows))
-    given = Placement("given", tuple(range(machines.count)), even_split(machines))
+        machines = profiled_machines(args, Promise(slots, context, rows))
+    given = Placement("given", tuple(range(machines.count)), machines.split)
     placement = _placement(args, machines, given)
     as_read = is_published and (placement.order, placement.split) == (given.order, given.split)
     fleet = published().fleet() if as_read else machines.fleet(placement.order, placement.split)
@@ -183,7 +182,12 @@ def _refuse_profile_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is for fleets of profiles; '{NAME}' has its own model and nodes")
 
 
-def _profiled(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+def profiled_machines(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+    """The machines of profiles, from the flags `fleet`, `model`, `nodes`, `device`, `prompt` and `tokens`.
+
+    Raises:
+        UsageError: a flag is missing or wrong, or a file is no profile.
+    """
     if args.model is None:
         raise UsageError(
             "profiles say how long layers take, not how many there are: give --model, as 'plan' takes it"
@@ -202,7 +206,7 @@ def _profiled(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
     if len(nodes) > len(reading.sizes.layers):
         raise UsageError(f"{len(nodes)} nodes for a model of {len(reading.sizes.layers)} layers")
     name = args.fleet[0] if len(args.fleet) == 1 else f"{len(nodes)} nodes"
-    return ProfiledMachines(Path(name).name, tuple(nodes), reading, promise)
+    return ProfiledMachines(Path(name).name, tuple(nodes), reading, promise, model.split)
 
 
 def _measured(args: argparse.Namespace) -> list[MeasuredNode]:
