@@ -15,12 +15,14 @@ from typing import Final
 
 from cascadia_p2p import __version__
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.logs import configure_logs
 
 __all__ = ["main"]
 
 COMMANDS: Final = {
     "pull": "download a small model that is ready to be exported",
     "export": "turn a checkpoint into shards, one directory for each PC",
+    "keygen": "make the fleet's key, issue keys to clients and withdraw them",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
     "chat": "talk with the model in a terminal",
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(arguments).parse_args(arguments)
+        # Commands that have more to tell than errors say so themselves.
+        configure_logs("console", "error")
         code: int = importlib.import_module(f"cascadia_p2p.cli.{args.command}").run(args)
         # What is only written while the interpreter shuts down can not fail in words.
         sys.stdout.flush()

@@ -16,11 +16,11 @@ from cascadia_p2p.cli.terminal import (
     print_scores,
     read_messages,
     tell_if_waiting,
+    tell_place,
 )
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
-from cascadia_p2p.logs import configure_logs
 
 PROMPT = "> "
 COMMANDS = ("/reset", "/help")
@@ -36,15 +36,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     add_answer_flags(parser, max_tokens=1024)
     parser.add_argument("--hide-reasoning", action="store_true", help="print answers only")
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask each message that is typed or piped, until there is none; 130 when Ctrl-C ended it."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
+    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
         converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))
     return 0
 
@@ -183,7 +182,9 @@ class Talk:
         printer = AnswerPrinter(sys.stdout, reasoning=self._reasoning)
         text = ""
         try:
-            with self._client.stream(messages=self._history.messages(question), **self._options) as answer:
+            with self._client.stream(
+                messages=self._history.messages(question), on_queued=tell_place, **self._options
+            ) as answer:
                 for piece in answer:
                     text += piece.text or ""
                     printer.show(piece)

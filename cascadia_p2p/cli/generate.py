@@ -6,11 +6,16 @@ import argparse
 import sys
 from typing import cast
 
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, print_scores, tell_if_waiting
+from cascadia_p2p.cli.terminal import (
+    AnswerPrinter,
+    forgive_encodings,
+    print_scores,
+    tell_if_waiting,
+    tell_place,
+)
 from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UsageError
-from cascadia_p2p.logs import configure_logs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the whole reply as JSON; with --stream a line a piece"
     )
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -94,7 +99,6 @@ def answer_options(args: argparse.Namespace) -> ChatOptions:
 def run(args: argparse.Namespace) -> int:
     """Ask, and print the text (token ids when the model has no tokenizer)."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
     prompt, options = _prompt(args), answer_options(args)
     if args.stop_token_ids:
@@ -102,11 +106,14 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_eos:
         options["ignore_eos"] = True
     messages = _messages(args, prompt)
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout) as client:
+    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
         tell_if_waiting(client)
         if args.stream:
             _print_pieces(
-                client.stream(None if messages else prompt, messages=messages, **options), args.json
+                client.stream(
+                    None if messages else prompt, messages=messages, on_queued=tell_place, **options
+                ),
+                args.json,
             )
             return 0
         reply = (

@@ -13,7 +13,14 @@ from typing import Final, TextIO
 from cascadia_p2p.client import Client, GenerateReply, StreamPiece
 from cascadia_p2p.wire.client import ScoredToken
 
-__all__ = ["AnswerPrinter", "forgive_encodings", "print_scores", "read_messages", "tell_if_waiting"]
+__all__ = [
+    "AnswerPrinter",
+    "forgive_encodings",
+    "print_scores",
+    "read_messages",
+    "tell_if_waiting",
+    "tell_place",
+]
 
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
@@ -36,7 +43,9 @@ class AnswerPrinter:
         self._dim = False
 
     def show(self, piece: StreamPiece) -> None:
-        """Print what a piece adds."""
+        """Print what a piece adds; a notice goes to standard error."""
+        if piece.notice is not None:
+            print(f"\n{self._harmless(piece.notice)}", file=sys.stderr, flush=True)
         if piece.reasoning and self._reasoning:
             self._write(("" if self._dim else _DIM) + self._harmless(piece.reasoning))
             self._dim = True
@@ -93,6 +102,13 @@ def tell_if_waiting(client: Client) -> None:
         print(
             f"the ring is not open yet: it waits for {missing}; the answer comes when it is", file=sys.stderr
         )
+
+
+def tell_place(place: int) -> None:
+    """Say on standard error how many requests are answered first."""
+    before = {1: "it is the next one", 2: "one request is before it"}
+    words = before.get(place, f"{place - 1} requests are before it")
+    print(f"the ring is busy: the request waits for a free slot, {words}", file=sys.stderr, flush=True)
 
 
 def read_messages(prompt: str) -> Iterator[str]:

@@ -52,6 +52,11 @@ class Slots:
         """Positions that the slot's stream has; 0 for a free slot."""
         return int(self._held[slot]) if self._live[slot] else 0
 
+    @property
+    def taken(self) -> int:
+        """Slots that hold a stream; may be asked from any thread."""
+        return int(np.count_nonzero(self._live))
+
     def reset(self) -> None:
         """Free every slot, and keep nothing."""
         self._live.fill(False)

@@ -74,6 +74,7 @@ class DataThread:
         self._broken = False
         self._buffer: Rows | None = None
         self._failures: set[str] = set()
+        self._left: deque[int] = deque()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
 
@@ -208,6 +209,7 @@ class DataThread:
             self._expected += 1
             self.counters.frames_in += 1
             if seat.head:
+                self._count_round()
                 self._answer(seat, frame.number, frame.records, frame.alternatives)
             else:
                 self._pass_on(seat, frame, header)
@@ -250,6 +252,12 @@ class DataThread:
             self._reports.probe_returned(seat.epoch, frame.number)
         else:
             self._send(encode_header(frame), None)
+
+    def _count_round(self) -> None:
+        """A frame is back: answers come in the order in which frames left."""
+        if self._left:
+            self.counters.round_ns += time.perf_counter_ns() - self._left.popleft()
+            self.counters.rounds += 1
 
     def _answer(self, seat: Seat, number: int, records: Table, alternatives: Table) -> None:
         """Give the tail's answer to the conductor."""
@@ -294,6 +302,7 @@ class DataThread:
             self._answer(seat, frame.number, *self._read_tokens(seat, frame, rows))
         else:
             self._send(encode_header(frame), rows)
+            self._left.append(time.perf_counter_ns())
             self.counters.frames_out += 1
 
     def _pass_on(self, seat: Seat, frame: Frame, header: bytearray) -> None:
@@ -425,6 +434,7 @@ class DataThread:
         self._seat = None
         self._open = self._broken = False
         self._started, self._expected = 0, 1
+        self._left.clear()
         self.counters.enter(None)
         if self._sender is not None:
             self._sender.close()

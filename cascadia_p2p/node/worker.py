@@ -278,6 +278,8 @@ class Worker:
             "rows": counted.rows,
             "errors": counted.errors,
             "misfits": 0 if self.loaded is None else self.loaded.stage.misfits,
+            "slots_taken": 0 if self.loaded is None else self.loaded.stage.taken,
+            "round_ms": round(counted.round_ns / 1e6 / counted.rounds, 6) if counted.rounds else None,
             "busy_s": round(counted.busy_ns / 1e9, 6),
             "wait_s": round(counted.wait_ns / 1e9, 6),
             "send_s": round(counted.send_ns / 1e9, 6),

@@ -72,7 +72,9 @@ class Policy:
         """The part of the rows that so many prompts get while decode rows wait."""
         return min(self.prompt_share, prompts / (prompts + 1))
 
-    def mixed_rows(self, pending: int, prompts: int, decoding: int, stages: int, limit: int) -> int:
+    def mixed_rows(
+        self, pending: int, prompts: int, decoding: int, stages: int, limit: int, before: int = 0
+    ) -> int:
         """Rows of a frame while prompts wait, decode rows included.
 
         Args:
@@ -82,6 +84,8 @@ class Policy:
             decoding: streams that decode; with them a frame is held short (`stretch`).
             stages: of the ring.
             limit: rows that a frame can hold.
+            before: rows of the frame before, of the same prompts. Behind long frames a short one is no sooner
+                round the ring, so frames do not get shorter as a backlog comes to its end.
         """
         amount = pending * (prompts + 1) // (2 * max(prompts, 1))
         most = limit
@@ -89,7 +93,8 @@ class Policy:
             rows = self.decode_rows(decoding, stages, limit)
             longest = self.stretch * self.stage_time.of(rows)
             most = min(limit, max(rows + self.shared_window, _most_rows(self.stage_time, longest, limit)))
-        return _window(_rounded(max(amount, 1)), stages, max(1, most), self.stage_time)
+        rows = _window(_rounded(max(amount, 1)), stages, max(1, most), self.stage_time)
+        return max(rows, min(before, most))
 
 
 def _rounded(rows: int) -> int:

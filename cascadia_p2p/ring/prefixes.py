@@ -124,12 +124,14 @@ class Prefixes:
     Args:
         promise: what all stages hold; `kept` is 1 or more.
         counts: is kept up to date.
+        block: positions in a block.
     """
 
-    def __init__(self, promise: Promise, counts: PrefixCounts) -> None:
+    def __init__(self, promise: Promise, counts: PrefixCounts, block: int = BLOCK) -> None:
         self.counts = counts
+        self._block = block
         self._context = promise.context
-        self._room = promise.slots * _blocks(promise.context)
+        self._room = promise.slots * self._blocks(promise.context)
         self._promised = 0
         self._orphans = 0
         """Blocks that only entries hold."""
@@ -171,13 +173,13 @@ class Prefixes:
         Returns:
             Its holding; the entry that it starts from, if one is kept; numbers of entries to evict first.
         """
-        chunks = [tuple(ids[at : at + BLOCK]) for at in range(0, (len(ids) - 1) // BLOCK * BLOCK, BLOCK)]
+        block = self._block
+        chunks = [tuple(ids[at : at + block]) for at in range(0, (len(ids) - 1) // block * block, block)]
         entry = self._longest(chunks) if attach else None
         shared = 0 if entry is None else entry.position
-        holding = Holding(
-            stream, _blocks(min(len(ids) + tokens, self._context)), attached=shared, done=shared
-        )
-        wanted = {self._seen_before(chunks) * BLOCK, len(chunks) * BLOCK}
+        need = self._blocks(min(len(ids) + tokens, self._context))
+        holding = Holding(stream, need, attached=shared, done=shared)
+        wanted = {self._seen_before(chunks) * block, len(chunks) * block}
         holding.cuts = tuple(sorted(cut for cut in wanted if cut > shared))
         self._promised += holding.need
         if entry is None:
@@ -185,9 +187,9 @@ class Prefixes:
         else:
             self._entries.move_to_end(entry.number)
             holding.blocks = list(entry.blocks)
-            for block in holding.blocks:
-                self._orphans -= not block.streams
-                block.streams += 1
+            for each in holding.blocks:
+                self._orphans -= not each.streams
+                each.streams += 1
             self.counts.hits += 1
             self.counts.tokens_reused += shared
         return holding, entry, self._make_room(entry)
@@ -217,9 +219,9 @@ class Prefixes:
         entry = node.entry = self._entries[number] = Entry(number, position, holding.stream, node, [])
         if generating:
             entry.roller, holding.rolling = holding, entry
-        while len(holding.blocks) * BLOCK < position:
+        while len(holding.blocks) * self._block < position:
             holding.blocks.append(_Block(streams=1))
-        entry.blocks = holding.blocks[: position // BLOCK]
+        entry.blocks = holding.blocks[: position // self._block]
         for block in entry.blocks:
             block.entries += 1
         self.counts.keeps += 1
@@ -283,15 +285,15 @@ class Prefixes:
     def _find(self, ids: Sequence[int], position: int) -> _Node | None:
         """The block end behind these first positions, if anything is kept there or behind it."""
         node: _Node | None = self._root
-        for at in range(0, position, BLOCK):
-            node = None if node is None else node.children.get(tuple(ids[at : at + BLOCK]))
+        for at in range(0, position, self._block):
+            node = None if node is None else node.children.get(tuple(ids[at : at + self._block]))
         return node
 
     def _node(self, ids: Sequence[int], position: int) -> _Node:
         """The same, put into the tree if it is not there."""
         node = self._root
-        for at in range(0, position, BLOCK):
-            chunk = tuple(ids[at : at + BLOCK])
+        for at in range(0, position, self._block):
+            chunk = tuple(ids[at : at + self._block])
             below = node.children.get(chunk)
             if below is None:
                 below = node.children[chunk] = _Node(node, chunk)
@@ -348,6 +350,5 @@ class Prefixes:
             del node.parent.children[node.ids]
             node = node.parent
 
-
-def _blocks(positions: int) -> int:
-    return -(-positions // BLOCK)
+    def _blocks(self, positions: int) -> int:
+        return -(-positions // self._block)

@@ -66,19 +66,25 @@ class Scheduler:
 
     Args:
         policy: rows a frame, windows and bounds; may be replaced at any time.
+        block: positions in a block at the stages; prefixes are kept up to a block's end.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, block: int = BLOCK) -> None:
         self.policy = policy
         self.admitting = True
         """Whether waiting streams may start; those that run go on either way."""
         self.prefix_counts = PrefixCounts()
+        self._block = block
         self._waiting: OrderedDict[StreamId, Stream] = OrderedDict()
         self._running: dict[StreamId, Stream] = {}
         self._turns = Turns()
         self._operations = Operations()
         self._ring: _Ring | None = None
         self._owed = 0.0
+        self._mixed = 0
+        self._shaped: Policy | None = None
+        self._shapes: dict[int, tuple[int, int]] = {}
+        """Rows and frames by the number of streams that decode, for the policy `_shaped`."""
         self._finished: deque[float] = deque(maxlen=_FINISHES)
 
     # --- the ring -----------------------------------------------------------------------------------------
@@ -95,9 +101,9 @@ class Scheduler:
         self._running.clear()
         self._turns.clear()
         self._operations.clear()
-        self._owed = 0.0
+        self._owed, self._mixed, self._shaped = 0.0, 0, None
         self.prefix_counts.entries = self.prefix_counts.kept = 0
-        prefixes = Prefixes(promise, self.prefix_counts) if promise.kept else None
+        prefixes = Prefixes(promise, self.prefix_counts, self._block) if promise.kept else None
         self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
         too_long = [stream for stream in self._waiting.values() if len(stream.ids) > promise.context]
         for stream in too_long:
@@ -180,9 +186,10 @@ class Scheduler:
             return None
         if self._waiting:
             self._admit(ring, now)
-        if len(ring.in_flight) >= self._credits(ring):
+        rows, frames = self._shape(ring)
+        if len(ring.in_flight) >= self._credits(ring, frames):
             return None
-        windows = self._take_windows(ring)
+        windows = self._take_windows(ring, rows)
         if not windows and not self._operations:
             return None
         return self._compose(ring, windows)
@@ -217,7 +224,7 @@ class Scheduler:
         for stream_id, _, position, token, logprob, status, stage, count in records.tolist():
             stream = self._running.get(stream_id)
             # What was sent before a stream was put back is answered after it.
-            if stream is not None and (stream.started_frame is None or number < stream.started_frame):
+            if stream is not None and number < stream.started_frame:
                 stream = None
             last = first + count
             if status != _NONE:
@@ -239,7 +246,7 @@ class Scheduler:
     def _admit(self, ring: _Ring, now: float) -> None:
         while self.admitting and self._waiting and ring.free:
             stream = self._waiting.popitem(last=False)[1]
-            stream.slot = ring.free.pop()
+            stream.slot, stream.started_frame = ring.free.pop(), ring.number + 1
             if ring.prefixes is not None:
                 self._look_up(ring.prefixes, stream)
             else:
@@ -268,26 +275,39 @@ class Scheduler:
 
     # --- composing ----------------------------------------------------------------------------------------
 
-    def _credits(self, ring: _Ring) -> int:
+    def _shape(self, ring: _Ring) -> tuple[int, int]:
+        """Rows a frame and frames in flight for the streams that decode now."""
+        decoding = len(self._running) - self._turns.prompts
+        if self.policy is not self._shaped:
+            self._shaped = self.policy
+            self._shapes.clear()
+        shape = self._shapes.get(decoding)
+        if shape is None:
+            policy, streams = self.policy, max(decoding, 1)
+            rows = policy.decode_rows(streams, ring.stages, ring.promise.rows)
+            shape = rows, policy.frames(streams, ring.stages, ring.promise.rows)
+            self._shapes[decoding] = shape
+        return shape
+
+    def _credits(self, ring: _Ring, frames: int) -> int:
         """Frames that may be in flight; with prompts, one a stage and one on the way."""
-        prompts = self._turns.prompts
-        decoding = len(self._running) - prompts
-        frames = self.policy.frames(decoding, ring.stages, ring.promise.rows) if decoding else 1
-        if prompts:
+        if self._turns.prompts:
             frames = max(frames, ring.stages + 1)
         return min(frames, max(1, self.policy.frames_in_flight))
 
-    def _take_windows(self, ring: _Ring) -> list[tuple[Stream, int]]:
+    def _take_windows(self, ring: _Ring, decode_rows: int) -> list[tuple[Stream, int]]:
         """Choose (stream, rows): decode rows, the one that has waited longest first, then prompts."""
-        turns, policy, limit = self._turns, self.policy, ring.promise.rows
-        decoding = len(self._running) - turns.prompts
+        turns = self._turns
         if not turns.prompts:
-            most = policy.decode_rows(decoding, ring.stages, limit) if turns.decoding else 0
-            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, most))]
-        rows = policy.mixed_rows(turns.pending, turns.prompts, decoding, ring.stages, limit)
+            self._mixed = 0
+            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, decode_rows))]
+        decoding = len(self._running) - turns.prompts
+        rows = self._mixed = self.policy.mixed_rows(
+            turns.pending, turns.prompts, decoding, ring.stages, ring.promise.rows, self._mixed
+        )
         ready = min(turns.decoding, rows)
         if ready + turns.pending > rows:
-            self._owed = min(self._owed + rows * policy.share(turns.prompts), rows) if ready else 0.0
+            self._owed = min(self._owed + rows * self.policy.share(turns.prompts), rows) if ready else 0.0
             ready = min(ready, rows - min(int(self._owed), turns.pending))
         taken = [(turns.take_decoding(), 1) for _ in range(ready)]
         left = rows - ready
@@ -311,8 +331,6 @@ class Scheduler:
             start, end = stream.sent, stream.sent + rows
             slot = 0 if stream.slot is None else stream.slot
             self._keep(ring, stream)
-            if stream.started_frame is None:
-                stream.started_frame = ring.number
             stream.sent = end
             stream.awaited = end == len(stream.ids)
             self._turns.sent(stream, rows)
@@ -327,7 +345,7 @@ class Scheduler:
 
     def _keep(self, ring: _Ring, stream: Stream) -> None:
         """Have kept what a stream holds, if that ends where something is kept of it."""
-        if ring.prefixes is None or stream.holding is None or not stream.sent or stream.sent % BLOCK:
+        if ring.prefixes is None or stream.holding is None or not stream.sent or stream.sent % self._block:
             return
         generating = stream.generated > 0
         entry = ring.prefixes.keep(stream.holding, stream.ids, stream.sent, generating=generating)
@@ -401,7 +419,7 @@ class Scheduler:
         self._turns.remove(stream)
         ring = self._ring
         if ring is not None and stream.slot is not None:
-            if stream.started_frame is None:
+            if stream.started_frame > ring.number:
                 self._operations.take_back_start(stream.id)
             else:
                 if keep:

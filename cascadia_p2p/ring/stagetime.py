@@ -64,7 +64,7 @@ class StageTime:
         # The last line leads to all longer frames: it must not be level.
         while points[-1][1] <= points[-2][1]:
             del points[-2]
-        step = -(-len(points) // MAX_POINTS)
+        step = max(1, -(-(len(points) - 1) // (MAX_POINTS - 1)))
         return cls(points=(*points[:-1:step], points[-1]))
 
     @classmethod

@@ -47,7 +47,7 @@ class Stream:
         awaited: all were sent, and the next token is due.
         reused: positions of its prompt that a kept prefix saved it at its first start.
         attach: whether it may start from a kept prefix.
-        started_frame: number of the frame that carries its start; None until that is composed.
+        started_frame: number of the frame that carries its start.
         holding: what it holds of kept prefixes and what shall be kept of it.
     """
 
@@ -62,7 +62,7 @@ class Stream:
     last_token_at: float | None = None
     reused: int = 0
     attach: bool = True
-    started_frame: int | None = None
+    started_frame: int = 0
     holding: Holding | None = field(default=None, repr=False)
 
     @property
@@ -88,7 +88,7 @@ class Stream:
     def put_back(self) -> None:
         """Leave the slot; everything has to be sent again."""
         self.slot, self.sent, self.awaited = None, 0, False
-        self.started_frame, self.holding = None, None
+        self.holding = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,10 @@ received before the task that takes it runs, so there is nothing to lose.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -109,14 +112,12 @@ class LoopSocket:
 
     def writable(self) -> bool:
         """Whether a send would work now, to some peer."""
-        return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        return bool(self._ready() & zmq.POLLOUT)
 
     def give(self, parts: list[bytes], *, again: bool = True) -> Delivery:
         """Send a message at once, or say why not."""
         if self.zmq.closed:
             return Delivery.GONE
-        # The descriptor tells of a change only once, and sending may swallow the news of a message.
-        self._signal.set()
         try:
             self.zmq.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
@@ -128,7 +129,14 @@ class LoopSocket:
             if error.errno == zmq.EHOSTUNREACH:
                 return Delivery.GONE
             raise
+        finally:
+            # The descriptor tells of a change only once, and sending may swallow the news of a message.
+            if self._ready() & zmq.POLLIN:
+                self._signal.set()
         return Delivery.SENT
+
+    def _ready(self) -> int:
+        return int(self.zmq.getsockopt(zmq.EVENTS))
 
     def close(self, linger_ms: int) -> None:
         """Close, after the descriptor has left the loop; a second call does nothing."""
@@ -181,3 +189,23 @@ def parse_event(parts: list[bytes]) -> SocketEvent:
     """The event in a monitor's message."""
     message = parse_monitor_message(parts)
     return SocketEvent(zmq.Event(message["event"]), int(message["value"]))
+
+
+@contextlib.contextmanager
+def connection_of(descriptor: int) -> Iterator[socket.socket | None]:
+    """A second handle of a connection that ZeroMQ holds, for the block; None when it is gone."""
+    try:
+        made = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        yield None
+        return
+    with made:
+        yield made
+
+
+def peer_address(descriptor: int) -> str:
+    """The host at the other end of a connection that ZeroMQ holds; empty when that can not be told."""
+    with connection_of(descriptor) as made, contextlib.suppress(OSError):
+        if made is not None:
+            return str(made.getpeername()[0])
+    return ""

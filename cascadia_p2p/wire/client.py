@@ -144,6 +144,7 @@ class GenerateRequest(Message):
         logprobs: how many likeliest tokens to tell at each position, beside the token's own logprob; True
             for 0, False or None for no logprobs.
         stream: send the answer in pieces.
+        acks: the client tells which pieces it has read (`AckRequest`); goes with `stream`.
     """
 
     op: Literal["generate"] = "generate"
@@ -163,6 +164,15 @@ class GenerateRequest(Message):
     seed: Seed | None = None
     logprobs: Alternatives = None
     stream: bool = False
+    acks: bool = False
+
+
+class AckRequest(Message):
+    """Tells that the pieces of an answer up to `seq` were read; nothing is sent back for it."""
+
+    op: Literal["ack"] = "ack"
+    id: RequestId
+    seq: Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class CancelRequest(Message):
@@ -179,7 +189,7 @@ class StatusRequest(Message):
     id: RequestId | None = None
 
 
-ClientRequest: TypeAlias = GenerateRequest | CancelRequest | StatusRequest
+ClientRequest: TypeAlias = GenerateRequest | AckRequest | CancelRequest | StatusRequest
 
 
 class Reply(Message):
@@ -260,6 +270,8 @@ class StreamPiece(Reply):
         text: what has become visible of the answer; left out when the model has no tokenizer.
         reasoning: the same of the model's reasoning; left out when there is nothing.
         token_ids: the ids that came.
+        notice: a sentence about the answer, for people, as when a lost node makes it pause; such a piece may
+            hold nothing else.
         logprobs: of these ids, if they were asked for.
     """
 
@@ -267,7 +279,18 @@ class StreamPiece(Reply):
     text: str | None = None
     reasoning: str | None = None
     token_ids: TokenIds
+    notice: str | None = None
     logprobs: TokenScores | None = None
+
+
+class QueueNotice(Reply):
+    """Tells a client that reads its answer in pieces that the request still waits for a slot.
+
+    Args:
+        queued: its place in the queue; 1 is next.
+    """
+
+    queued: Annotated[int, Field(ge=1)]
 
 
 class GenerateReply(Reply):
@@ -336,15 +359,17 @@ class StatusReply(Reply):
     status: dict[str, JsonValue]
 
 
-ClientReply: TypeAlias = GenerateReply | StreamPiece | ErrorReply | CancelReply | StatusReply
+ClientReply: TypeAlias = GenerateReply | StreamPiece | QueueNotice | ErrorReply | CancelReply | StatusReply
 
 _REQUESTS: Final[dict[str, TypeAdapter[ClientRequest]]] = {
     "generate": TypeAdapter(GenerateRequest),
+    "ack": TypeAdapter(AckRequest),
     "cancel": TypeAdapter(CancelRequest),
     "status": TypeAdapter(StatusRequest),
 }
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "generate": tuple(GenerateRequest.model_fields),
+    "ack": tuple(AckRequest.model_fields),
     "cancel": tuple(CancelRequest.model_fields),
     "status": tuple(StatusRequest.model_fields),
 }
@@ -352,6 +377,7 @@ _REPLIES: Final[tuple[tuple[str, TypeAdapter[ClientReply]], ...]] = (
     ("error", TypeAdapter(ErrorReply)),
     ("cancelled", TypeAdapter(CancelReply)),
     ("status", TypeAdapter(StatusReply)),
+    ("queued", TypeAdapter(QueueNotice)),
     ("finish_reason", TypeAdapter(GenerateReply)),
     ("seq", TypeAdapter(StreamPiece)),
     ("token_ids", TypeAdapter(GenerateReply)),
@@ -433,6 +459,8 @@ def _check_prompt(request: GenerateRequest) -> None:
     for name in ("tools", "reasoning_effort"):
         if request.messages is None and getattr(request, name) is not None:
             _refuse(f"field '{name}' goes with 'messages' only", request.id)
+    if request.acks and not (request.stream and request.id is not None):
+        _refuse("field 'acks' goes with 'stream': true and an 'id' only", request.id)
 
 
 def _check_sampling(request: GenerateRequest) -> None:

@@ -1,6 +1,7 @@
 """All JSON messages by one name: the control messages between nodes, and the client protocol."""
 
 from cascadia_p2p.wire.client import (
+    AckRequest,
     CancelReply,
     CancelRequest,
     ChatMessage,
@@ -11,6 +12,7 @@ from cascadia_p2p.wire.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    QueueNotice,
     ScoredToken,
     StatusReply,
     StatusRequest,
@@ -28,6 +30,7 @@ from cascadia_p2p.wire.control import (
     Bye,
     Claim,
     ClaimState,
+    Clients,
     Close,
     ControlMessage,
     Form,
@@ -49,6 +52,7 @@ from cascadia_p2p.wire.control import (
 from cascadia_p2p.wire.model import encode
 
 __all__ = [
+    "AckRequest",
     "Assign",
     "Beat",
     "Bye",
@@ -59,6 +63,7 @@ __all__ = [
     "ClaimState",
     "ClientReply",
     "ClientRequest",
+    "Clients",
     "Close",
     "ControlMessage",
     "ErrorBody",
@@ -72,6 +77,7 @@ __all__ = [
     "Member",
     "Open",
     "OtherVersion",
+    "QueueNotice",
     "Ready",
     "Refusal",
     "RefusalCode",

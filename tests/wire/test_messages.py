@@ -11,6 +11,7 @@ from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire import messages as m
+from cascadia_p2p.wire.model import encode_flat
 
 NODE = NodeId("00112233445566aa")
 RUN = Instance("ffeeddccbbaa9988")
@@ -61,6 +62,8 @@ MESSAGES = [
     m.Bye(**WHO, reason="Ctrl-C"),
     m.StatusQuery(),
     m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
+    m.Clients(digest="0123456789abcdef" * 2),
+    m.Clients(**WHO, digest="f" * 32, sealed='{"clients":[],"mac":"00"}'),
 ]
 
 
@@ -223,6 +226,7 @@ def test_requests_are_read() -> None:
         prompt="a", stop=()
     )
     assert m.decode_request(b'{"op":"cancel","id":"a"}') == m.CancelRequest(id="a")
+    assert m.decode_request(b'{"op":"ack","id":"a","seq":7}') == m.AckRequest(id="a", seq=7)
     assert m.decode_request(b'{"op":"status"}') == m.StatusRequest()
 
 
@@ -296,6 +300,10 @@ def test_requests_are_read() -> None:
         (b'{"id":"a","op":"fly"}', ["op", "fly", "generate"], "a"),
         (b'{"id":"a","op":7}', ["op", "a number"], "a"),
         (b'{"op":"cancel"}', ["id", "missing"], None),
+        (b'{"op":"ack","id":"a"}', ["seq", "missing"], "a"),
+        (b'{"op":"ack","id":"a","seq":0}', ["seq", "1"], "a"),
+        (b'{"id":"a","prompt":"x","acks":true}', ["acks", "stream"], "a"),
+        (b'{"prompt":"x","stream":true,"acks":true}', ["acks", "id"], None),
         (b'{"id":"a","op":"status","prompt":"x"}', ["prompt", "unknown", "status"], "a"),
         (b'{"id":"' + b"x" * 129 + b'","prompt":"x"}', ["id", "128"], None),
         (b'{"id":"a","prompt":"\\ud800"}', ["JSON"], None),
@@ -324,7 +332,7 @@ def test_any_bytes_give_a_request_or_a_request_error(data: bytes) -> None:
         assert value.code is ErrorCode.BAD_REQUEST
         assert value.message
     else:
-        assert value.op in ("generate", "cancel", "status")
+        assert value.op in ("generate", "ack", "cancel", "status")
 
 
 @given(st.dictionaries(st.sampled_from([*m.GenerateRequest.model_fields, "new"]), json_values, max_size=6))
@@ -353,6 +361,7 @@ REPLIES = [
     m.StatusReply(status={"ring": "open", "missing": None}),
     m.StreamPiece(id="d", seq=1, text="x", token_ids=[1, 2]),
     m.StreamPiece(seq=2, reasoning="hm", token_ids=[]),
+    m.QueueNotice(id="d", queued=3),
     m.GenerateReply(
         id="d",
         text="",
@@ -391,6 +400,7 @@ REPLIES = [
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_replies_survive_the_wire(reply: m.ClientReply) -> None:
+    assert encode_flat(reply) == m.encode(reply)
     assert m.decode_reply(m.encode(reply)) == reply
 
 
