@@ -202,6 +202,11 @@ class _Patience:
         return pause
 
 
+def _within(usual_s: float, timeout_s: float | None) -> float:
+    """The usual time for a step, or all there is when that is less."""
+    return usual_s if timeout_s is None else min(usual_s, timeout_s)
+
+
 def _answer(data: bytes) -> GenerateReply:
     reply = decode_reply(data)
     if isinstance(reply, ErrorReply):
@@ -428,7 +433,10 @@ class Client:
         if self._streaming:
             raise UsageError("an answer is still coming: read it to its end, or close it first")
         if self._connection is None:
-            endpoint = self._given or find_head_sync(self._fleet, timeout=FIND_S).clients[0]
+            endpoint = (
+                self._given
+                or find_head_sync(self._fleet, timeout=_within(FIND_S, self._timeout_s)).clients[0]
+            )
             self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S)
         return self._connection
 
@@ -540,7 +548,10 @@ class AsyncClient:
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
         async with self._finding:
             if self._connection is None:
-                endpoint = self._given or (await find_head(self._fleet, timeout=FIND_S)).clients[0]
+                endpoint = (
+                    self._given
+                    or (await find_head(self._fleet, timeout=_within(FIND_S, self._timeout_s))).clients[0]
+                )
                 self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S)
             connection = self._connection
         try:
