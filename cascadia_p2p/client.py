@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Self, TypeAlias, TypedDict, Unpack, cast
 
 from pydantic import JsonValue, ValidationError
 
+from cascadia_p2p.discovery.interfaces import list_interfaces
 from cascadia_p2p.discovery.lookup import find_head, find_head_sync
+from cascadia_p2p.discovery.mdns import Found
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import (
     AckRequest,
@@ -59,6 +65,8 @@ FIND_S: Final = 5.0
 
 CONNECT_S: Final = 3.0
 
+KEY_VARIABLE: Final = "CASCADIA_KEY"
+"""Environment variable that names a key file."""
 ACK_PIECES: Final = 64
 """Pieces after which the head is told that they were read; it allows 256 that were not."""
 
@@ -202,9 +210,9 @@ class _Patience:
         return pause
 
 
-def _within(usual_s: float, timeout_s: float | None) -> float:
-    """The usual time for a step, or all there is when that is less."""
-    return usual_s if timeout_s is None else min(usual_s, timeout_s)
+def _find_s(timeout_s: float | None) -> float:
+    """Seconds that looking for the head may take where an answer may take so long."""
+    return FIND_S if timeout_s is None else min(FIND_S, timeout_s)
 
 
 def _answer(data: bytes) -> GenerateReply:
@@ -309,6 +317,22 @@ def _whole(reply: GenerateReply | None) -> GenerateReply:
     return reply
 
 
+def _endpoint_of(found: Found) -> Endpoint:
+    """Where to ask a head that was found; on its own machine it needs no key."""
+    endpoint = found.clients[0]
+    own = {address for interface in list_interfaces() for address in interface.addresses}
+    return Endpoint("127.0.0.1", endpoint.port) if endpoint.host in own else endpoint
+
+
+def _keys_for(endpoint: Endpoint, fleet: str, key: str | Path | None) -> Keys | None:
+    """What to prove oneself with there; the loopback address is always served in the clear."""
+    if endpoint.loopback:
+        return None
+    named = key or os.environ.get(KEY_VARIABLE) or None
+    found = find_client_key(fleet, key=None if named is None else Path(named).expanduser())
+    return None if found is None else Keys(found.pair, found.server)
+
+
 class Client:
     """Blocking client; use it in one thread, as a context manager or with `close`.
 
@@ -317,6 +341,9 @@ class Client:
             mDNS when None, anew after the head was lost.
         fleet: whose head to look for.
         timeout_s: how long an answer may take, in seconds; None for as long as the head lives.
+        key: file of the key that the fleet admits; by default the one that `CASCADIA_KEY` names, else
+            `keys/FLEET.client.key` or `keys/FLEET.key` in the user's configuration directory. Not needed
+            on the head's own machine.
         retry: ask again, within the time limit, when the head has no room for the request (`overloaded`).
 
     All calls raise `UnreachableError` (nobody there, the head went away, time over) and `RequestError`
@@ -329,8 +356,10 @@ class Client:
         *,
         fleet: str = "cascadia",
         timeout_s: float | None = 600.0,
+        key: str | Path | None = None,
         retry: bool = True,
     ) -> None:
+        self._key = key
         self._given = Endpoint.parse(endpoint) if isinstance(endpoint, str) else endpoint
         self._fleet = fleet
         self._timeout_s = timeout_s
@@ -433,11 +462,11 @@ class Client:
         if self._streaming:
             raise UsageError("an answer is still coming: read it to its end, or close it first")
         if self._connection is None:
-            endpoint = (
-                self._given
-                or find_head_sync(self._fleet, timeout=_within(FIND_S, self._timeout_s)).clients[0]
+            endpoint = self._given or _endpoint_of(
+                find_head_sync(self._fleet, timeout=_find_s(self._timeout_s))
             )
-            self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S)
+            keys = _keys_for(endpoint, self._fleet, self._key)
+            self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
         return self._connection
 
 
@@ -448,6 +477,7 @@ class AsyncClient:
         endpoint: as for `Client`.
         fleet: as for `Client`.
         timeout_s: as for `Client`.
+        key: as for `Client`.
         retry: as for `Client`.
     """
 
@@ -457,8 +487,10 @@ class AsyncClient:
         *,
         fleet: str = "cascadia",
         timeout_s: float | None = 600.0,
+        key: str | Path | None = None,
         retry: bool = True,
     ) -> None:
+        self._key = key
         self._given = Endpoint.parse(endpoint) if isinstance(endpoint, str) else endpoint
         self._fleet = fleet
         self._timeout_s = timeout_s
@@ -548,11 +580,11 @@ class AsyncClient:
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
         async with self._finding:
             if self._connection is None:
-                endpoint = (
-                    self._given
-                    or (await find_head(self._fleet, timeout=_within(FIND_S, self._timeout_s))).clients[0]
+                endpoint = self._given or _endpoint_of(
+                    await find_head(self._fleet, timeout=_find_s(self._timeout_s))
                 )
-                self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S)
+                keys = _keys_for(endpoint, self._fleet, self._key)
+                self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
             connection = self._connection
         try:
             yield connection

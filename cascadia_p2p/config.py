@@ -81,7 +81,7 @@ def _path(value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value:
-        raise ValueError("expected the name of a directory")
+        raise ValueError("expected the name of a file or directory")
     return Path(value).expanduser()
 
 
@@ -125,6 +125,12 @@ class Limits(_Section):
     settle_s: _Seconds = Field(1.0, description="quiet time without a newcomer before shards are assigned")
     alone_s: _Seconds = Field(10.0, description="time alone after which a node says so")
     queue_wait_s: _Seconds = Field(600.0, description="longest wait of a request in the queue")
+    recovery_s: _Seconds = Field(
+        900.0, description="longest wait of a request for a lost node, or another in its place"
+    )
+    drain_s: _Seconds = Field(
+        60.0, description="longest time that a node which is asked to end goes on with what runs"
+    )
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> Self:
@@ -197,6 +203,14 @@ class Config(_Section):
     )
     endpoint: Annotated[Endpoint | None, PlainValidator(_optional_endpoint)] = Field(
         None, description="the head node's client address (default: found by mDNS)"
+    )
+    key: _OptionalPath = Field(
+        None,
+        description="key file: the fleet's for nodes, or a client's (default: beside the shards, else the "
+        "user's own)",
+    )
+    insecure: bool = Field(
+        False, description="without a key, speak in the clear beyond this PC; everybody there can take part"
     )
     timeout: _Seconds = Field(600.0, description="seconds a client command waits for its answer")
     limits: Limits = Limits()
@@ -314,7 +328,7 @@ class _Given:
             return
         for name, text in texts.items():
             # A path may be any bytes.
-            if name not in ("model", "state_dir") and not _is_text(text):
+            if name not in ("model", "state_dir", "key") and not _is_text(text):
                 raise UsageError(f"{sources[name]}: {text!a} holds bytes that are no text in UTF-8")
         nested = _nest(texts)
         parsed = _checked(
@@ -412,6 +426,8 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             words += f" (default: {default})"
         if name == "mdns":
             parser.add_argument("--mdns", action=argparse.BooleanOptionalAction, default=None, help=words)
+        elif name == "insecure":
+            parser.add_argument("--insecure", action="store_true", default=None, help=words)
         elif name == "peers":
             parser.add_argument("--peer", dest=name, action="append", metavar="HOST:PORT", help=words)
         else:
@@ -422,6 +438,7 @@ def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
 _METAVARS = {
     "model": "DIR",
     "state_dir": "DIR",
+    "key": "FILE",
     "fleet": "NAME",
     "bind": "ADDR",
     "device": "NAME",

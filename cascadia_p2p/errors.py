@@ -6,6 +6,7 @@ CascadiaError (1)
 ├── CapacityError (4)       not enough memory, or no plan fits
 ├── MismatchError (5)       another version, fleet or model
 ├── UnreachableError (6)    nobody answers there
+│   └── NotAdmittedError (6)    its door is closed to this program: no key, another one, or a withdrawn one
 ├── CheckpointError (1)     a source checkpoint is not what it should be
 ├── ShardError (1)          a file of the exported model is missing, damaged or not ours
 ├── WireError (1)           bytes from the network that are not a valid frame or message
@@ -65,6 +66,10 @@ class UnreachableError(CascadiaError):
     """Nobody answers at an address, or no head node was found."""
 
     exit_code = 6
+
+
+class NotAdmittedError(UnreachableError):
+    """What listens there does not let this program in, or would speak with it in the clear only."""
 
 
 class CheckpointError(CascadiaError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,16 @@ from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A configuration directory of the tests' own: the user's keys are neither used nor added to."""
+    directory = tmp_path_factory.mktemp("configuration")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(directory))
+        patch.delenv("CASCADIA_KEY", raising=False)
+        yield directory
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ FORBIDDEN = {
     "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
     "simulate": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "time"},
     "workload": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib", "time"},
+    "keys": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr"},
 }
 """Libraries that a package must not know."""
 
@@ -42,13 +43,14 @@ ALLOWED = {
     "models": {"errors", "types", "engine", "shards", "matrices"},
     "engine": {"errors", "types", "wire", "models", "shards", "compiled", "matrices"},
     "transport": {"errors", "types", "wire"},
+    "keys": {"errors", "types", "transport"},
     "discovery": {"errors", "types", "wire"},
     "catalog": {"errors", "types"},
-    "client": {"errors", "types", "wire", "transport", "discovery"},
+    "client": {"errors", "types", "wire", "transport", "discovery", "keys"},
     "planning": {"errors", "types", "models", "engine", "matrices"},
     "doctor": {
         *("errors", "types", "config", "wire", "models", "shards", "engine", "transport", "discovery"),
-        *("planning", "node", "compiled", "matrices"),
+        *("planning", "node", "compiled", "matrices", "keys"),
     },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},

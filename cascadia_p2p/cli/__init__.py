@@ -22,6 +22,7 @@ __all__ = ["main"]
 COMMANDS: Final = {
     "pull": "download a small model that is ready to be exported",
     "export": "turn a checkpoint into shards, one directory for each PC",
+    "keygen": "make the fleet's key, issue keys to clients and withdraw them",
     "join": "make this PC a node of the fleet",
     "generate": "send one prompt and print the answer",
     "chat": "talk with the model in a terminal",

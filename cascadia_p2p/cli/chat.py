@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     add_answer_flags(parser, max_tokens=1024)
     parser.add_argument("--hide-reasoning", action="store_true", help="print answers only")
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def run(args: argparse.Namespace) -> int:

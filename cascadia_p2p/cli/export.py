@@ -22,6 +22,9 @@ from rich.progress import (
 
 from cascadia_p2p.catalog import source_path
 from cascadia_p2p.compiled.compiling import set_threads
+from cascadia_p2p.errors import CascadiaError, UsageError
+from cascadia_p2p.keys.files import KeyFile
+from cascadia_p2p.keys.places import FLEET_KEY, find_key_to_lay, fleet_key_path, lay_key, make_fleet_key
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.shards.attenuation import parse_attenuation
 from cascadia_p2p.shards.encodings import (
@@ -35,7 +38,7 @@ from cascadia_p2p.shards.encodings import (
 )
 from cascadia_p2p.shards.export import Progress as Step
 from cascadia_p2p.shards.export import bytes_in_words, export, needed_files
-from cascadia_p2p.shards.manifest import MANIFEST, Manifest
+from cascadia_p2p.shards.manifest import MANIFEST, Manifest, shard_directory
 from cascadia_p2p.shards.split import choose_shards, parse_shards, parse_split, spell_split
 
 SAY_EVERY_S = 30.0
@@ -70,6 +73,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER=N,...",
         help="where results may pass FP16's range, compute a layer's MLP at 2^-N on devices that compute in "
         "FP16; exact (default: estimated from the weights)",
+    )
+    parser.add_argument(
+        "--fleet",
+        default="cascadia",
+        metavar="NAME",
+        help="the fleet whose key is laid beside the shards (default: cascadia)",
+    )
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="that key (default: the user's own, made on first use)"
+    )
+    parser.add_argument(
+        "--no-key", action="store_true", help="lay no key: copying a shard then admits no PC to the fleet"
     )
     add_encodings(parser)
 
@@ -138,6 +153,7 @@ def _export(
 ) -> int:
     set_threads(os.cpu_count() or 1)
     console = Console(stderr=True)
+    key = _find_key(args)
     try:
         with _Teller(console) as teller:
             manifest = export(
@@ -155,8 +171,44 @@ def _export(
         console.print("stopped: run the same command again, it goes on where it stopped", soft_wrap=True)
         return 130
     console.print(_summary(manifest, args.out, only), markup=False, highlight=False, soft_wrap=True)
+    console.print(_lay_key(args, key, manifest, only), markup=False, highlight=False, soft_wrap=True)
     print(args.out / MANIFEST)
     return 0
+
+
+def _find_key(args: argparse.Namespace) -> KeyFile | None:
+    """The key to lay, judged before hours of work; None when there is none, or none is to be laid."""
+    if args.no_key:
+        if args.key is not None:
+            raise UsageError("--no-key and --key exclude each other: give one of them")
+        return None
+    return find_key_to_lay(args.fleet, key=args.key, out=args.out)
+
+
+def _lay_key(
+    args: argparse.Namespace, found: KeyFile | None, manifest: Manifest, only: Sequence[int] | None
+) -> str:
+    """Lay the key beside the shards, making one on first use; what was done, in a sentence."""
+    without = (
+        f"no key was laid beside the shards: nodes need the fleet's own as {FLEET_KEY} beside theirs, see "
+        "'cascadia-p2p keygen'"
+    )
+    key, made = found, ""
+    # Who exports parts on several PCs would make a key on each.
+    if key is None and not args.no_key and only is None:
+        try:
+            key = make_fleet_key(args.fleet, fleet_key_path(args.fleet))
+        except CascadiaError as error:
+            return f"{without}; {error}"
+        made = f"made {key.path}; "
+    if key is None:
+        return without
+    shards = choose_shards(only, manifest.shards)
+    lay_key(key, args.out, [args.out / shard_directory(shard) for shard in shards])
+    return (
+        f"{made}the fleet's key (fingerprint {key.print}) lies in each shard's directory: copying one to "
+        "a PC also admits that PC, so mind who gets it"
+    )
 
 
 class _Teller:

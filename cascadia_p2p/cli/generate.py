@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the whole reply as JSON; with --stream a line a piece"
     )
-    add_flags(parser, "endpoint", "fleet", "timeout")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout")
 
 
 def add_answer_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

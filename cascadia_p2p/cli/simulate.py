@@ -91,6 +91,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--place", action="store_true", help="say what the best order and the best split would give"
     )
     parser.add_argument(
+        "--most-layers",
+        type=int,
+        metavar="N",
+        help="layers with experts that a machine can hold, for the best split (default: one more than "
+        "an even split gives)",
+    )
+    parser.add_argument(
         "--last-role",
         choices=[each.value for each in LastRole],
         default=LastRole.LIGHT.value,
@@ -116,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     protocol = Protocol(args.tokens, args.gap_ms / 1e3, args.requests)
     if not 1 <= args.prompt <= _MOST_PROMPT:
         raise UsageError(f"--prompt is {args.prompt}: expected 1 to {_MOST_PROMPT} tokens")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}")
     if args.plot is not None:
         check_plot(args.plot)
     subject = _subject(args, levels)
@@ -156,7 +165,7 @@ def _subject(args: argparse.Namespace, levels: tuple[int, ...]) -> _Subject:
         rows = args.rows or published().fleet().promise.rows
     else:
         rows = args.rows or _ROWS
-        machines = _profiled(args, Promise(slots, context, rows))
+        machines = profiled_machines(args, Promise(slots, context, rows))
     given = Placement("given", tuple(range(machines.count)), even_split(machines))
     placement = _placement(args, machines, given)
     as_read = is_published and (placement.order, placement.split) == (given.order, given.split)
@@ -174,7 +183,12 @@ def _refuse_profile_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is for fleets of profiles; '{NAME}' has its own model and nodes")
 
 
-def _profiled(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+def profiled_machines(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+    """The machines of profiles, from the flags `fleet`, `model`, `nodes`, `device`, `prompt` and `tokens`.
+
+    Raises:
+        UsageError: a flag is missing or wrong, or a file is no profile.
+    """
     if args.model is None:
         raise UsageError(
             "profiles say how long layers take, not how many there are: give --model, as 'plan' takes it"
@@ -219,7 +233,7 @@ def _placement(args: argparse.Namespace, machines: Machines, given: Placement) -
     if _BEST in (args.order, args.split):
         if any(value not in (None, _BEST) for value in (args.order, args.split)):
             raise UsageError(f"--order and --split: give '{_BEST}' for both or for one alone")
-        _, of_orders, of_splits, of_both = placements(machines)
+        _, of_orders, of_splits, of_both = placements(machines, args.most_layers)
         return of_both if args.order == args.split else of_orders if args.order == _BEST else of_splits
     order, split = given.order, given.split
     if args.order is not None:
@@ -249,7 +263,7 @@ def _placed(
     """A level with each placement: as many streams as fill the ring, if that is among the levels."""
     streams = max((level for level in levels if level <= _PLACED_STREAMS), default=min(levels))
     found = []
-    for placement in placements(subject.machines):
+    for placement in placements(subject.machines, args.most_layers):
         fleet = subject.machines.fleet(placement.order, placement.split).with_promise(subject.fleet.promise)
         if args.hop_ms is not None:
             fleet = fleet.with_hops(args.hop_ms / 1e3)

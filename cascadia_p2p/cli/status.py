@@ -12,11 +12,13 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
+from cascadia_p2p.cli.terminal import control_keys
 from cascadia_p2p.client import Client
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
-from cascadia_p2p.errors import RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError, UsageError, WireError
 from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.work import read_work
 
@@ -37,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer", metavar="HOST:PORT", help="control address of any node; asked in place of looking for one"
     )
-    add_flags(parser, "endpoint", "fleet")
+    add_flags(parser, "endpoint", "fleet", "key")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     if args.peer is not None and config.endpoint is not None:
         raise UsageError("give --endpoint or --peer, not both")
+    keys = control_keys(config)
     peer = None if args.peer is None else Endpoint.parse(args.peer)
-    body = _with_work(_ask(config, peer, args.timeout))
+    body = _with_work(_ask(config, keys, peer, args.timeout), keys)
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
@@ -54,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_work(body: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _with_work(body: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonValue]:
     """The body with what each node alone knows, where it can be asked: its engine, where its time goes."""
     nodes = _rows(body, "nodes")
     others = [node for node in nodes if node.get("node") != body.get("node")]
-    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others)), strict=True))
+    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others, keys)), strict=True))
     for node in nodes:
         answer = answers.get(id(node), body)
         counted = answer.get("data_thread")
@@ -67,13 +70,13 @@ def _with_work(body: dict[str, JsonValue]) -> dict[str, JsonValue]:
     return body
 
 
-async def _ask_all(nodes: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-    return await asyncio.gather(*map(_ask_one, nodes))
+async def _ask_all(nodes: list[dict[str, JsonValue]], keys: Keys | None) -> list[dict[str, JsonValue]]:
+    return await asyncio.gather(*(_ask_one(node, keys) for node in nodes))
 
 
-async def _ask_one(node: dict[str, JsonValue]) -> dict[str, JsonValue]:
+async def _ask_one(node: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonValue]:
     try:
-        return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S)
+        return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S, keys)
     except (UnreachableError, UsageError):
         return {}
 
@@ -88,41 +91,52 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _ask(config: Config, peer: Endpoint | None, timeout_s: float) -> dict[str, JsonValue]:
+def _ask(config: Config, keys: Keys | None, peer: Endpoint | None, timeout_s: float) -> dict[str, JsonValue]:
     if peer is not None:
-        return asyncio.run(ask_node(peer, timeout_s))
+        return asyncio.run(ask_node(peer, timeout_s, keys))
     if config.endpoint is not None:
-        return _ask_endpoint(config.endpoint, timeout_s)
+        return _ask_endpoint(config.endpoint, config, keys, timeout_s)
     found = find_nodes_sync(config.fleet)
+    refusal: NotAdmittedError | None = None
     for each in found:
         for client in each.clients:
             try:
-                return _ask_head(client, timeout_s)
+                return _ask_head(client, config, timeout_s)
+            except NotAdmittedError as error:
+                refusal = error
             except (UnreachableError, WireError):
                 continue
     for each in found:
         for control in each.endpoints:
             try:
-                return asyncio.run(ask_node(control, timeout_s))
+                return asyncio.run(ask_node(control, timeout_s, keys))
+            except NotAdmittedError as error:
+                refusal = error
             except UnreachableError:
                 continue
+    if refusal is not None:
+        raise refusal
     raise UnreachableError(
         f"no node of fleet '{config.fleet}' answers: start nodes with 'cascadia-p2p join', check --fleet, "
         "or name one with --endpoint tcp://HOST:PORT (client or control port)"
     )
 
 
-def _ask_endpoint(endpoint: Endpoint, timeout_s: float) -> dict[str, JsonValue]:
+def _ask_endpoint(
+    endpoint: Endpoint, config: Config, keys: Keys | None, timeout_s: float
+) -> dict[str, JsonValue]:
     """A head's client port, or any node's control port."""
     try:
-        return _ask_head(endpoint, timeout_s)
-    except RequestError:
-        # So a control port answers what clients ask.
-        return asyncio.run(ask_node(endpoint, timeout_s))
+        return _ask_head(endpoint, config, timeout_s)
+    except (RequestError, NotAdmittedError) as error:
+        # So a control port answers what clients ask: in words, or by its lock.
+        if isinstance(error, NotAdmittedError) and keys is None:
+            raise
+        return asyncio.run(ask_node(endpoint, timeout_s, keys))
 
 
-def _ask_head(endpoint: Endpoint, timeout_s: float) -> dict[str, JsonValue]:
-    with Client(endpoint, timeout_s=timeout_s) as client:
+def _ask_head(endpoint: Endpoint, config: Config, timeout_s: float) -> dict[str, JsonValue]:
+    with Client(endpoint, fleet=config.fleet, timeout_s=timeout_s, key=config.key) as client:
         return client.status()
 
 

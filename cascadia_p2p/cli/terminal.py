@@ -15,13 +15,16 @@ from pydantic import JsonValue
 
 from cascadia_p2p.client import Client, GenerateReply, StreamPiece
 from cascadia_p2p.config import Config
-from cascadia_p2p.errors import RequestError, UnreachableError
+from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError
+from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import ScoredToken
 
 __all__ = [
     "AnswerPrinter",
+    "control_keys",
     "forgive_encodings",
     "open_client",
     "print_scores",
@@ -54,7 +57,9 @@ class AnswerPrinter:
         self._dim = False
 
     def show(self, piece: StreamPiece) -> None:
-        """Print what a piece adds."""
+        """Print what a piece adds; a notice goes to standard error."""
+        if piece.notice is not None:
+            print(f"\n{self._harmless(piece.notice)}", file=sys.stderr, flush=True)
         if piece.reasoning and self._reasoning:
             self._write(("" if self._dim else _DIM) + self._harmless(piece.reasoning))
             self._dim = True
@@ -119,15 +124,24 @@ def open_client(config: Config) -> Client:
     Raises:
         UnreachableError: nobody is at that address, or a node that knows of no head.
     """
-    endpoint = config.endpoint
+    endpoint, seconds = config.endpoint, min(ASK_S, config.timeout)
     if endpoint is not None:
         try:
-            with Client(endpoint, timeout_s=min(ASK_S, config.timeout)) as client:
+            with Client(endpoint, fleet=config.fleet, timeout_s=seconds, key=config.key) as client:
                 client.status()
-        except RequestError:
-            # So a control port answers what clients ask.
-            endpoint = _head_of(asyncio.run(ask_node(endpoint, ASK_S)), endpoint)
-    return Client(endpoint, fleet=config.fleet, timeout_s=config.timeout)
+        except (RequestError, NotAdmittedError) as error:
+            # So a control port answers what clients ask: in words, or by its lock.
+            keys = control_keys(config)
+            if isinstance(error, NotAdmittedError) and keys is None:
+                raise
+            endpoint = _head_of(asyncio.run(ask_node(endpoint, seconds, keys)), endpoint)
+    return Client(endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key)
+
+
+def control_keys(config: Config) -> Keys | None:
+    """What opens the control ports of the fleet; None without its key: a client's opens the client port only."""
+    key = find_client_key(config.fleet, key=config.key)
+    return None if key is None or key.client is not None else Keys(key.pair, key.server)
 
 
 def _head_of(status: Mapping[str, JsonValue], asked: Endpoint) -> Endpoint:

@@ -36,6 +36,7 @@ class Announcement:
         control: port for nodes.
         data: port for frames.
         client: port for clients; only the serving head has one.
+        closed: it takes only peers with the fleet's key.
     """
 
     protocol: int
@@ -48,6 +49,7 @@ class Announcement:
     control: int
     data: int
     client: int | None = None
+    closed: bool = False
 
 
 class OtherVersionError(WireError):
@@ -79,6 +81,7 @@ def encode_txt(announcement: Announcement) -> dict[str, str]:
         "control": announcement.control,
         "data": announcement.data,
         "client": announcement.client,
+        "closed": 1 if announcement.closed else None,
     }
     pairs = {key: str(value) for key, value in values.items() if value is not None}
     sizes = {key: len(f"{key}={value}".encode()) + 1 for key, value in pairs.items()}
@@ -120,6 +123,7 @@ def decode_txt(properties: Mapping[bytes, bytes | None], protocol: int) -> Annou
         control=_number(properties, "control", 1, 65535),
         data=_number(properties, "data", 1, 65535),
         client=_number(properties, "client", 1, 65535) if b"client" in properties else None,
+        closed=b"closed" in properties,
     )
 
 

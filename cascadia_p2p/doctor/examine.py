@@ -14,6 +14,7 @@ from cascadia_p2p.discovery.interfaces import Address, Interface, choose_address
 from cascadia_p2p.doctor.devices import check_devices
 from cascadia_p2p.doctor.finding import Finding, Level
 from cascadia_p2p.doctor.host import Host
+from cascadia_p2p.doctor.key import check_key
 from cascadia_p2p.doctor.memory import check_bandwidth, check_memory
 from cascadia_p2p.doctor.model import check_model
 from cascadia_p2p.doctor.multicast import check_multicast, probe_multicast
@@ -25,6 +26,7 @@ from cascadia_p2p.doctor.software import check_software
 from cascadia_p2p.errors import UnreachableError, UsageError
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.shards.reader import VerifyProgress
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.network import require_free
 from cascadia_p2p.types import Endpoint
 
@@ -92,45 +94,49 @@ async def _network(config: Config, host: Host) -> AsyncIterator[Finding]:
     yield check_interfaces(address, interfaces, config.bind)
     for finding in check_usb(host, address.interface):
         yield finding
-    for finding in await _ports(config, host, address):
+    key, keys = check_key(config, address)
+    yield key
+    for finding in await _ports(config, host, address, keys):
         yield finding
     met: list[Met] = []
     if config.mdns:
         heard = await asyncio.to_thread(probe_multicast, address)
         yield check_multicast(address, not config.peers, heard)
-        findings, nodes = await check_fleet(address, config.fleet)
+        findings, nodes = await check_fleet(address, config.fleet, keys=keys)
         met += nodes
         for finding in findings:
             yield finding
     else:
         yield Finding("multicast", Level.OK, "mDNS is off: nodes are found by --peer only")
-    async for finding in _peers(config, interfaces, met):
+    async for finding in _peers(config, interfaces, met, keys):
         yield finding
     for finding in check_versions(met):
         yield finding
 
 
-async def _peers(config: Config, interfaces: list[Interface], met: list[Met]) -> AsyncIterator[Finding]:
+async def _peers(
+    config: Config, interfaces: list[Interface], met: list[Met], keys: Keys | None
+) -> AsyncIterator[Finding]:
     # One after another: at once they would share the link whose speed is measured.
     for peer in config.peers:
-        findings, nodes = await check_peer(peer, config.fleet, interfaces)
+        findings, nodes = await check_peer(peer, config.fleet, interfaces, keys=keys)
         met += nodes
         for finding in findings:
             yield finding
 
 
-async def _ports(config: Config, host: Host, address: Address) -> list[Finding]:
-    holders = await _holders(config, address)
+async def _ports(config: Config, host: Host, address: Address, keys: Keys | None) -> list[Finding]:
+    holders = await _holders(config, address, keys)
     findings = list(check_ports(config, address.ip, require_free, holders))
     return findings if address.loopback else [*findings, *check_firewall(host, config)]
 
 
-async def _holders(config: Config, address: Address) -> dict[int, str]:
+async def _holders(config: Config, address: Address, keys: Keys | None) -> dict[int, str]:
     """Ports that a node of ours on this PC holds."""
     if not config.port:
         return {}
     try:
-        body = await ask_node(Endpoint(address.ip, config.port), 0.5)
+        body = await ask_node(Endpoint(address.ip, config.port), 0.5, keys)
     except UnreachableError:
         return {}
     words = f"a node of fleet '{body.get('fleet')}' (version {body.get('software')})"

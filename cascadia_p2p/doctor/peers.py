@@ -14,8 +14,9 @@ from cascadia_p2p import __version__
 from cascadia_p2p.discovery.interfaces import Address, Interface, unreachable_sentence
 from cascadia_p2p.discovery.mdns import Found, Mdns, Sightings
 from cascadia_p2p.doctor.finding import Finding, Level
-from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.errors import NotAdmittedError, UnreachableError
 from cascadia_p2p.node.query import Answer, ask_node, measure_node
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 
 _SLOW_RTT_S: Final = 5e-3
@@ -47,7 +48,11 @@ class Met:
 
 
 async def check_peer(
-    peer: Endpoint, fleet: str, interfaces: Sequence[Interface], timeout_s: float = 3.0
+    peer: Endpoint,
+    fleet: str,
+    interfaces: Sequence[Interface],
+    timeout_s: float = 3.0,
+    keys: Keys | None = None,
 ) -> tuple[list[Finding], list[Met]]:
     """One named peer: control port, data port, delay and speed of the way.
 
@@ -56,9 +61,13 @@ async def check_peer(
         fleet: that a node here would join.
         interfaces: of this machine, to word what is wrong.
         timeout_s: for the first answer.
+        keys: the fleet's.
     """
     try:
-        answer = await measure_node(peer, timeout_s)
+        answer = await measure_node(peer, timeout_s, keys)
+    except NotAdmittedError as error:
+        what, _, advice = f"the node at {peer} {error}".partition(": ")
+        return [Finding("peer", Level.FAIL, what, advice, {"peer": str(peer)})], []
     except UnreachableError as error:
         message = unreachable_sentence(peer, str(error), interfaces)
         what, _, advice = message.partition("; ")
@@ -131,7 +140,7 @@ async def _data_port(peer: Endpoint, answer: Answer) -> Finding:
 
 
 async def check_fleet(
-    address: Address, fleet: str, look_s: float = _LOOK_S
+    address: Address, fleet: str, look_s: float = _LOOK_S, keys: Keys | None = None
 ) -> tuple[list[Finding], list[Met]]:
     """Nodes that announce themselves at this address.
 
@@ -139,6 +148,7 @@ async def check_fleet(
         address: where to listen.
         fleet: whose nodes count.
         look_s: seconds to wait for answers.
+        keys: the fleet's.
     """
     news: asyncio.Queue[Found] = asyncio.Queue()
     mdns = Mdns([address], fleet, None, news.put_nowait)
@@ -151,15 +161,15 @@ async def check_fleet(
         await mdns.stop()
     if problem:
         return [Finding("fleet", Level.WARN, f"nodes can not be looked for by mDNS: {problem}")], []
-    asked = await asyncio.gather(*(_ask(each) for each in found.values()))
+    asked = await asyncio.gather(*(_ask(each, keys) for each in found.values()))
     met = [each for each in asked if each is not None]
     return [_seen(fleet, list(found.values()), met, sightings), *_others(sightings)], met
 
 
-async def _ask(found: Found) -> Met | None:
+async def _ask(found: Found, keys: Keys | None) -> Met | None:
     for endpoint in found.endpoints:
         try:
-            return _met(await ask_node(endpoint, _ASK_S), str(endpoint))
+            return _met(await ask_node(endpoint, _ASK_S, keys), str(endpoint))
         except UnreachableError:
             continue
     return None
@@ -180,7 +190,8 @@ def _seen(fleet: str, found: Sequence[Found], met: Sequence[Met], sightings: Sig
             "fleet",
             Level.WARN,
             f"{message}; {len(found) - len(met)} of them can be seen but not reached",
-            "open their control port (TCP) in their firewalls",
+            "open their control port (TCP) in their firewalls, and see that they have the same key: --peer "
+            "tells",
             facts,
         )
     return Finding("fleet", Level.OK, message, facts=facts)

@@ -27,6 +27,8 @@ the sum of codes that 32 of them share."""
 _MEMBERS: Final = (Part.ROUTED, Part.SHARED, Part.DENSE)
 _HALF: Final = "--cache bf16"
 _PRODUCT_OVERHEAD: Final = 2**20
+_DRAWING: Final = 9
+"""Bytes for each token of the vocabulary that drawing one needs: see `engine.kernels.sampling.Scratch`."""
 """What OpenVINO keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
 
 
@@ -101,10 +103,11 @@ def buffer_bytes(layer: LayerSizes, promise: Promise, backend: Backend) -> int:
 
 
 def head_buffer_bytes(head: Matrices, promise: Promise, backend: Backend) -> int:
-    """Bytes of what the vocabulary head's product holds beside its weights."""
+    """Bytes of what the vocabulary head's product, and the drawing of tokens, hold beside its weights."""
+    drawing = _DRAWING * head.rows
     if backend is Backend.KERNELS:
-        return round(promise.rows * (_F32 * head.rows + _ENTERING * head.columns))
-    return products_bytes(head.rows, 1, promise)
+        return drawing + round(promise.rows * (_F32 * head.rows + _ENTERING * head.columns))
+    return drawing + products_bytes(head.rows, 1, promise)
 
 
 def stage_buffer_bytes(sizes: ModelSizes, promise: Promise, backend: Backend) -> int:

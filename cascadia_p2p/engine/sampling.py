@@ -28,10 +28,22 @@ class Choice:
         """float32 [rows], natural logarithms at temperature 1, before any cut."""
         self.finite: Mask = np.empty(rows, np.bool_)
         """bool [rows]; where it is False the row's token means nothing."""
-        self.named: npt.NDArray[np.int64] = np.zeros(rows, np.int64)
-        """int64 [rows], how many of `alternatives` are the row's."""
+        self.named: npt.NDArray[np.int64] | None = None
+        """int64 [rows], how many of `alternatives` are the row's; None where there are none."""
         self.alternatives: list[Table] = []
         """ALTERNATIVE tables, to be read one after the other."""
+
+    def pick(self, logits: F32, at: int) -> None:
+        """Take the likeliest token for each row of `logits` [rows, vocabulary], from row `at` on."""
+        end = at + len(logits)
+        pick_tokens(logits, self.tokens[at:end], self.logprobs[at:end], self.finite[at:end])
+
+    def name(self, at: int, counts: npt.NDArray[np.int64], table: Table) -> None:
+        """Add the alternatives of rows from `at` on, int64 [rows] of which are each row's."""
+        if self.named is None:
+            self.named = np.zeros(len(self.tokens), np.int64)
+        self.named[at : at + len(counts)] = counts
+        self.alternatives.append(table)
 
 
 class SlotSampling:
@@ -49,6 +61,8 @@ class SlotSampling:
         self._alternatives = np.zeros(slots, np.int64)
         self._special = np.zeros(slots, np.bool_)
         self._scratch: Scratch | None = None
+        self.all_greedy = True
+        """Whether every slot takes the likeliest token and names no others."""
 
     def operate(self, operations: Table) -> None:
         """Take the options of the streams that start; slots that do not exist are passed over."""
@@ -61,6 +75,7 @@ class SlotSampling:
         self._top_p[slots] = starts["top_p"]
         self._alternatives[slots] = starts["logprobs"]
         self._special[slots] = (starts["temperature"] > 0) | (starts["logprobs"] > 0)
+        self.all_greedy = not self._special.any()
 
     def choose(
         self,
@@ -70,26 +85,24 @@ class SlotSampling:
         into: Choice,
         at: int,
     ) -> None:
-        """Choose a token for each row.
+        """Draw the tokens, and name the alternatives, of rows whose likeliest token is picked.
 
         Args:
             logits: float32 [rows, vocabulary].
             slots: uint32 [rows], whose row it is; all of them exist.
             positions: uint32 [rows], the position that each token takes.
-            into: gets the result.
+            into: holds the picked tokens, and gets the result.
             at: the first row's place there.
         """
         end = at + len(logits)
         tokens, logprobs, finite = into.tokens[at:end], into.logprobs[at:end], into.finite[at:end]
-        pick_tokens(logits, tokens, logprobs, finite)
         if not self._special[slots].any():
             return
         # Before another token is drawn: its score is no better known than that of the likeliest.
         counts = np.where(finite, self._alternatives[slots], 0)
         if counts.any():
             counts = np.minimum(counts, logits.shape[1])
-            into.named[at:end] = counts
-            into.alternatives.append(_alternatives(logits, tokens, logprobs, counts))
+            into.name(at, counts, _alternatives(logits, tokens, logprobs, counts))
         temperatures = np.where(finite, self._temperature[slots], np.float32(0.0))
         if temperatures.any():
             if self._scratch is None:

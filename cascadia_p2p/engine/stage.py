@@ -25,6 +25,7 @@ Inputs: TypeAlias = npt.NDArray[Any]
 """Token ids, int32 [rows], on the first stage; float32 [rows, hidden] on the others."""
 
 _NO_ALTERNATIVES: Final = alternative_table()
+_NO_NUMBERS: Final = np.empty(0, np.uint32)
 
 _log = structlog.get_logger()
 
@@ -144,18 +145,14 @@ class Stage:
         records["status"], records["stage"] = segments["error"], segments["stage"]
         alternatives: Table = _NO_ALTERNATIVES
         if asked.any():
-            slots, positions = segments["slot"][asked], records["position"][asked]
-            choice = self._choose(hidden[last_rows[asked]], slots, positions)
-            finite = choice.finite
-            records["token"][asked] = np.where(finite, choice.tokens, -1)
-            records["logprob"][asked] = np.where(finite, choice.logprobs, 0.0)
-            records["status"][asked] = np.where(finite, SegmentError.NONE, SegmentError.NON_FINITE)
-            records["stage"][asked] = np.where(finite, 0, self.number)
+            choice = self._choose(hidden[last_rows[asked]], segments, records, asked)
+            records["token"][asked], records["logprob"][asked] = choice.tokens, choice.logprobs
+            records["stage"][asked] = 0
             if choice.alternatives:
                 records["alternatives"][asked] = choice.named
                 alternatives = np.concatenate(choice.alternatives)
-            if not finite.all():
-                _log.error("logits_not_finite", streams=records["stream"][asked][~finite].tolist())
+            if not choice.finite.all():
+                self._mark_not_finite(records, asked, choice.finite)
         return records[wants | wrong], alternatives
 
     def logits(self, hidden: F32) -> F32:
@@ -164,13 +161,25 @@ class Stage:
         parts = [self._model.logits(hidden[at : at + step]).copy() for at in range(0, len(hidden), step)]
         return np.concatenate(parts) if parts else np.empty((0, self._model.vocab), np.float32)
 
-    def _choose(self, rows: F32, slots: npt.NDArray[np.uint32], positions: npt.NDArray[np.uint32]) -> Choice:
+    def _choose(self, rows: F32, segments: Table, records: Table, asked: Mask) -> Choice:
         choice, step = Choice(len(rows)), self._model.head_rows
+        greedy = self._sampling.all_greedy
+        slots = positions = _NO_NUMBERS
+        if not greedy:
+            slots, positions = segments["slot"][asked], records["position"][asked]
         for at in range(0, len(rows), step):
             end = at + step
             logits = self._model.logits(rows[at:end])
-            self._sampling.choose(logits, slots[at:end], positions[at:end], choice, at)
+            choice.pick(logits, at)
+            if not greedy:
+                self._sampling.choose(logits, slots[at:end], positions[at:end], choice, at)
         return choice
+
+    def _mark_not_finite(self, records: Table, asked: Mask, finite: Mask) -> None:
+        wrong = np.flatnonzero(asked)[~finite]
+        records["token"][wrong], records["logprob"][wrong] = -1, 0.0
+        records["status"][wrong], records["stage"][wrong] = SegmentError.NON_FINITE, self.number
+        _log.error("logits_not_finite", streams=records["stream"][wrong].tolist())
 
     def _check(self, rows: int, inputs: Inputs) -> None:
         if rows > self._promise.rows:

@@ -17,8 +17,9 @@ from typing import Final
 import structlog
 
 from cascadia_p2p.errors import WireError
+from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard, Undecodable
-from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
+from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, Stranger
 from cascadia_p2p.transport.looping import Delivery, SocketClosedError
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Instance, NodeId
@@ -30,6 +31,16 @@ FORGET_AFTER_S: Final = 60.0
 """An address that was only hinted at and never answered is dropped; a new hint dials it again."""
 
 GREET_AGAIN_S: Final = 1.0
+KNOCK_AGAIN_S: Final = 5.0
+"""Between two attempts at a door that another key closes, at most."""
+
+REMIND_S: Final = 60.0
+"""Until the same thing is said of the same door again."""
+
+LINE_S: Final = 0.2
+"""Least time between two lines about doors: a stranger must not fill the log."""
+
+MAX_REMINDERS: Final = 256
 
 _log = structlog.get_logger()
 
@@ -46,6 +57,7 @@ class _Dialled:
     owner: tuple[NodeId, Instance] | None = None
     retry_s: float = 0.0
     idle_since: float = 0.0
+    shut: int = 0
 
 
 @dataclass(slots=True)
@@ -71,6 +83,7 @@ class ControlPlane:
     Args:
         network: makes the sockets.
         server: this node's bound ROUTER; closed by `close`.
+        door: words about those who have another key.
         greeting: the message that a fresh connection begins with.
         emit: takes events of the ring machine.
         watch: told of every task that has ended, by its failure too.
@@ -80,12 +93,18 @@ class ControlPlane:
         self,
         network: Network,
         server: ControlServer,
+        door: Door,
         greeting: Callable[[], Greeting],
         emit: Callable[[Event], None],
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._network = network
         self._server = server
+        self._door = door
+        self._reminders: OrderedDict[str, float] = OrderedDict()
+        self._line_at = float("-inf")
+        self.strangers = 0
+        """Connections that were turned away at this node's door."""
         self._greeting = greeting
         self._emit = emit
         self._watch = watch
@@ -101,6 +120,7 @@ class ControlPlane:
 
     def start(self) -> None:
         """Take messages from now on."""
+        self._server.turned_away = self._turned_away
         self._serving = asyncio.create_task(self._serve(), name="control-server")
         self._serving.add_done_callback(self._watch)
 
@@ -146,6 +166,11 @@ class ControlPlane:
             return False
         data = encode(message)
         return any(self._give(link, data) for link in routes.links)
+
+    def broadcast(self, message: ControlMessage) -> None:
+        """Send to every node that is known."""
+        for node in list(self._routes):
+            self.send(node, message)
 
     def answer(self, link: int, message: ControlMessage) -> None:
         """Send back over one link."""
@@ -230,6 +255,33 @@ class ControlPlane:
                     self._forget_accepted(next(iter(self._accepted.values())).link)
                 self._take(call.data, accepted.link, _who(accepted.owner))
 
+    def _turned_away(self, stranger: Stranger) -> None:
+        self.strangers += 1
+        sentence = self._door.turned_away(stranger)
+        if sentence is not None:
+            self._say_seldom(f"{stranger.host} {stranger.why}", sentence)
+
+    def _say_seldom(self, key: str, sentence: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._line_at < LINE_S or now - self._reminders.get(key, float("-inf")) < REMIND_S:
+            return
+        self._line_at = self._reminders[key] = now
+        self._reminders.move_to_end(key)
+        if len(self._reminders) > MAX_REMINDERS:
+            self._reminders.popitem(last=False)
+        _log.warning("other_key", message=sentence)
+
+    def _knock_again(self, dialled: _Dialled, why: Dial) -> None:
+        """Let a closed door be, and try it with a new socket later: a refused one never tries again."""
+        # A node that ends in the middle of a handshake looks like one with another key, once.
+        dialled.shut += 1
+        dialled.retry_s = min(KNOCK_AGAIN_S, 0.1 * 2**dialled.shut)
+        if why is not Dial.OTHER_KEY or dialled.shut > 1:
+            sentence = self._door.dial_failed(dialled.endpoint, why)
+            self._say_seldom(f"{dialled.endpoint} {why}", sentence)
+        if dialled.dialer is not None:
+            dialled.dialer.close(0)
+
     def _take(self, data: bytes, link: int, source: str) -> None:
         try:
             message = decode_control(data)
@@ -273,7 +325,11 @@ class ControlPlane:
                 self._take(happened, dialled.link, str(dialled.endpoint))
                 continue
             owner = dialled.owner
+            if happened.about_keys:
+                self._knock_again(dialled, happened)
+                return dialled.lasting or loop.time() - dialled.idle_since <= FORGET_AFTER_S
             if happened is Dial.CONNECTED:
+                dialled.shut = 0
                 dialled.idle_since = loop.time()
                 dialled.owner = None
                 dialer.send(encode(self._greeting()))

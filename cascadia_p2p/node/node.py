@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -27,7 +27,8 @@ from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.node.answers import AnswerDesk
-from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.client_book import ClientBook
+from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
 from cascadia_p2p.node.places import Places
@@ -38,13 +39,14 @@ from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
-from cascadia_p2p.types import Endpoint
+from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
-from cascadia_p2p.wire.messages import StatusQuery, StatusReport
+from cascadia_p2p.wire.messages import Clients, StatusQuery, StatusReport
 
 T = TypeVar("T")
 
 ANNOUNCE_TICKS: Final = 8
+CLIENT_LIST_TICKS: Final = 20
 
 _log = structlog.get_logger()
 
@@ -97,6 +99,7 @@ class Node:
         self._plane = ControlPlane(
             places.network,
             places.control,
+            places.door,
             lambda: self._machine.greeting(time.monotonic()),
             self._handle,
             self._watch_task,
@@ -111,10 +114,17 @@ class Node:
             moved=self._moved,
             alone_s=config.limits.alone_s,
         )
+        self._book = places.door.book
+        if self._book is not None:
+            self._book.changed = self._clients_changed
         self._head: HeadService | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
+        self._promised: Promise | None = None
+        """What the ring that this node heads, or headed last, can hold."""
+        self._leaving = ""
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     @property
     def loaded(self) -> LoadedShard | None:
@@ -142,8 +152,21 @@ class Node:
         finally:
             await self._close()
 
+    def drain(self, reason: str) -> None:
+        """End as soon as this node can be spared, `drain_s` seconds at most; only in the event loop."""
+        if self._ended.done() or self._drain_timer is not None:
+            return
+        self._drain_timer = self._loop.call_later(self._config.limits.drain_s, self.leave, reason)
+        self._leaving = reason
+        if self._head is not None:
+            self._head.drain(reason)
+        self._handle(events.Drain(reason))
+        self._handle(events.Tick())
+
     def leave(self, reason: str) -> None:
         """Say goodbye and end; only in the event loop."""
+        if self._ended.done():
+            return
         self._handle(events.Leave(reason))
         self._end(Ending.LEFT)
 
@@ -154,6 +177,7 @@ class Node:
         if isinstance(dropped, dict):
             body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
         body["protocol"] = PROTOCOL
+        body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
@@ -194,6 +218,10 @@ class Node:
             )
             self._plane.answer(event.link, report)
             return
+        if isinstance(event, events.Heard) and isinstance(event.message, Clients):
+            if self._book is not None and self._book.hear(event.message):
+                self._plane.answer(event.link, self._client_list(self._book, whole=True))
+            return
         for action in self._machine.handle(event, time.monotonic()):
             self._do(action)
 
@@ -204,10 +232,34 @@ class Node:
     async def _tick(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(self._times.tick)
-            self._handle(self._worker.counters())
+            self._handle(self._counters())
             self._handle(events.Tick())
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
+            if number % CLIENT_LIST_TICKS == 0 and self._book is not None:
+                self._book.look()
+                self._plane.broadcast(self._client_list(self._book, whole=False))
+            if not self._places.network.guarded:
+                self._end(
+                    CascadiaError("the authenticator has ended, so no peer is let in: start the node again")
+                )
+
+    def _client_list(self, book: ClientBook, *, whole: bool) -> Clients:
+        return book.message(self._profile.node, self._profile.instance, whole=whole)
+
+    def _clients_changed(self) -> None:
+        """Tell all nodes, and end the connections of those who are not admitted any more."""
+        if self._book is not None:
+            self._plane.broadcast(self._client_list(self._book, whole=True))
+        if self._head is not None:
+            self._head.expel()
+
+    def _counters(self) -> events.Counters:
+        counters = self._worker.counters()
+        if self._head is None or self._promised is None:
+            return counters
+        slots, context = self._head.needs(self._promised)
+        return replace(counters, running=self._conductor.running, slots=slots, context=context)
 
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
@@ -261,6 +313,8 @@ class Node:
             case actions.Route(link, node, instance):
                 self._plane.route(link, node, instance)
                 self._found(self._plane.dialled_address(link), there=True)
+                if self._book is not None:
+                    self._plane.answer(link, self._client_list(self._book, whole=False))
             case actions.Dial(endpoint):
                 self._plane.dial(endpoint)
             case actions.Retry(link, after_s):
@@ -272,6 +326,8 @@ class Node:
                 for endpoint in self._plane.addresses_of(node):
                     self._found(endpoint, there=False)
                 self._plane.drop_peer(node, instance)
+            case actions.Drained():
+                self._loop.call_soon(self.leave, self._leaving)
             case actions.Say():
                 getattr(_log, action.level)(action.event, message=action.sentence, **action.fields)
             case actions.Fatal(error):
@@ -305,12 +361,14 @@ class Node:
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
+                    self._promised = promise
                     call(lambda: conductor.open(len(members), promise))
-            case actions.CloseRing(epoch, reason, missing):
+            case actions.CloseRing(epoch, reason, missing, was_open, held):
                 self._worker.close_epoch(epoch)
-                error = ring_incomplete(reason, missing)
-                if action.was_open:
-                    call(lambda: conductor.close(error))
+                if was_open and epoch.head == self._profile.instance:
+                    call(lambda: conductor.suspend(reason, missing, held))
+                    if self._head is not None:
+                        self._head.interrupted(reason)
             case actions.PauseAdmission():
                 call(lambda: conductor.admit(False))
             case actions.ResumeAdmission():
@@ -326,7 +384,8 @@ class Node:
         server = ClientServer(self._places.network)
         try:
             for host in dict.fromkeys(("127.0.0.1", self._places.address.ip)):
-                server.bind(host, self._places.client_port, flag="--client-port")
+                guarded = not Endpoint(host, self._places.client_port).loopback
+                server.bind(host, self._places.client_port, guarded=guarded)
         except CascadiaError as error:
             server.close()
             self._end(error)
@@ -340,6 +399,7 @@ class Node:
             status=self.status,
             missing=self._missing,
             queue_wait_s=self._config.limits.queue_wait_s,
+            recovery_s=self._config.limits.recovery_s,
             watch=self._watch_task,
         )
         self._head.start()
@@ -361,10 +421,12 @@ class Node:
         profile = self._profile
         if self._places.address.warning:
             _log.warning("no_network", message=self._places.address.warning)
+        if self._places.door.warning:
+            _log.warning("insecure", message=self._places.door.warning)
         _log.info(
             "node_started",
             message=f"node {profile.node} of fleet '{profile.fleet}', model '{profile.model}': control at "
-            f"{profile.control}, data at {profile.data}; Ctrl-C leaves",
+            f"{profile.control}, data at {profile.data}; {self._places.door.words()}; Ctrl-C leaves",
             node=profile.node,
             control=str(profile.control),
             version=__version__,
@@ -384,6 +446,7 @@ class Node:
             control=profile.control.port,
             data=profile.data.port,
             client=intro.client.port if intro.client is not None else None,
+            closed=self._places.door.key is not None,
         )
 
     def _missing(self) -> list[int]:
@@ -403,6 +466,8 @@ class Node:
             self._ended.set_exception(how)
 
     async def _close(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         if self._head is not None:
             self._close_door("this node is leaving")
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -17,6 +17,7 @@ from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.node.answers import ModelFacts
+from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.profile import NodeProfile
 from cascadia_p2p.shards.manifest import Manifest, shard_directory
 from cascadia_p2p.shards.reader import held_shards, held_sources
@@ -109,6 +110,7 @@ class Places:
         identity: the locked state directory.
         model: what there is to serve.
         address: bound and announced.
+        door: whether the sockets are closed to strangers, and with which key.
         network: makes all sockets.
         control, receiver: bound.
         client_port: to be bound when this node becomes the head.
@@ -118,6 +120,7 @@ class Places:
     identity: Identity
     model: LocalModel
     address: Address
+    door: Door
     network: Network
     control: ControlServer
     transport: DataTransport
@@ -131,7 +134,8 @@ class Places:
         """Open all, and close it at the end; in a running event loop.
 
         Raises:
-            CascadiaError: there is no model, no state directory, no such address or no free port.
+            CascadiaError: there is no model, no state directory, no such address, no free port, no key where
+                one is needed, or one that can not be used.
         """
         model = LocalModel.open(find_model(config))
         address = choose_address(config.bind, list_interfaces())
@@ -140,7 +144,8 @@ class Places:
         )
         with contextlib.ExitStack() as stack:
             identity = stack.enter_context(Identity.open(config.state_root))
-            network = stack.enter_context(Network())
+            door = Door.find(config, model.directory, address, identity.directory)
+            network = stack.enter_context(Network(door.keys))
             control = ControlServer(network, address.ip, config.port, client_answer=_WRONG_PORT)
             stack.callback(control.close)
             transport = DataTransport(network)
@@ -151,7 +156,9 @@ class Places:
             )
             stack.callback(receiver.close)
             client_port = config.client_port or _free_port(address.ip)
-            yield cls(identity, model, address, network, control, transport, receiver, client_port, promise)
+            yield cls(
+                identity, model, address, door, network, control, transport, receiver, client_port, promise
+            )
 
     def profile(self, config: Config) -> NodeProfile:
         """The unchanging facts that the ring machine works with.

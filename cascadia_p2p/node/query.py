@@ -11,12 +11,14 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from cascadia_p2p.errors import UnreachableError, WireError
+from cascadia_p2p.errors import NotAdmittedError, UnreachableError, WireError
+from cascadia_p2p.keys.clients import ClientList
 from cascadia_p2p.transport.control import ControlDialer, Dial
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.looping import Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
-from cascadia_p2p.wire.messages import StatusQuery, StatusReport, decode_control, encode
+from cascadia_p2p.wire.messages import Clients, StatusQuery, StatusReport, decode_control, encode
 
 _TRIPS: Final = 9
 _BURSTS: Final = ((4, 1 << 12), (4, 1 << 15), (16, 1 << 17))
@@ -41,17 +43,27 @@ class Answer:
     rate: float | None
 
 
-async def ask_node(endpoint: Endpoint, timeout_s: float = 3.0) -> dict[str, JsonValue]:
+async def ask_node(
+    endpoint: Endpoint, timeout_s: float = 3.0, keys: Keys | None = None
+) -> dict[str, JsonValue]:
     """The status of the node whose control port this is.
 
+    Args:
+        endpoint: the control port.
+        timeout_s: how long it may take, in seconds.
+        keys: of the fleet; None speaks in the clear.
+
     Raises:
+        NotAdmittedError: it has another key, or only one of both has a key.
         UnreachableError: no node answers there within `timeout_s` seconds.
     """
-    with Network() as network:
+    with Network(keys) as network:
         dialer = ControlDialer(network, endpoint)
         try:
             async with asyncio.timeout(timeout_s):
-                await _connected(dialer)
+                while (dial := await dialer.receive()) is not Dial.CONNECTED:
+                    if isinstance(dial, Dial) and dial.about_keys:
+                        raise NotAdmittedError(f"the node at {endpoint} {DOORS[dial]}")
                 return await _asked(dialer)
         except TimeoutError:
             raise UnreachableError(
@@ -62,20 +74,26 @@ async def ask_node(endpoint: Endpoint, timeout_s: float = 3.0) -> dict[str, Json
             dialer.close(0)
 
 
-async def measure_node(endpoint: Endpoint, timeout_s: float = 3.0) -> Answer:
+async def measure_node(endpoint: Endpoint, timeout_s: float = 3.0, keys: Keys | None = None) -> Answer:
     """The status of the node whose control port this is, and how fast the way there is.
 
     Takes a few seconds at most; a gigabit link is loaded for about 20 ms.
 
     Raises:
-        UnreachableError: no node answers there within `timeout_s` seconds; the sentence is the reason only.
+        NotAdmittedError: it has another key, or only one of both has a key.
+        UnreachableError: no node answers there within `timeout_s` seconds.
+
+    In both cases the sentence is the reason only.
     """
-    with Network() as network:
+    with Network(keys) as network:
         dialer = ControlDialer(network, endpoint)
         reason = "no answer"
         try:
             async with asyncio.timeout(timeout_s):
                 while (dial := await dialer.receive()) is not Dial.CONNECTED:
+                    if isinstance(dial, Dial) and dial.about_keys:
+                        dialer.close(0)
+                        raise NotAdmittedError(DOORS[dial])
                     reason = _REASONS.get(dial, reason) if isinstance(dial, Dial) else reason
                 reason = "connected, but nothing answers like a node"
                 body = await _asked(dialer)
@@ -97,9 +115,12 @@ _REASONS: Final = {
 }
 
 
-async def _connected(dialer: ControlDialer) -> None:
-    while await dialer.receive() is not Dial.CONNECTED:
-        pass
+DOORS: Final = {
+    Dial.CLOSED: "takes only who has the fleet's key, and there is none here: name it with --key FILE",
+    Dial.IN_THE_CLEAR: "has no key, and this PC has one for this fleet: copy it there, beside its shards",
+    Dial.OTHER_KEY: "has another key, or this one is a client's: copy fleet.key from one PC to the other",
+}
+"""What keeps a node and an asker apart, as the end of a sentence."""
 
 
 async def _asked(dialer: ControlDialer) -> dict[str, JsonValue]:
@@ -153,3 +174,47 @@ async def _burst(dialer: ControlDialer, query: bytes, count: int) -> float | Non
     for _ in range(count - 1):
         await _report(dialer)
     return time.perf_counter() - start
+
+
+async def share_clients(endpoint: Endpoint, keys: Keys, clients: ClientList, timeout_s: float) -> ClientList:
+    """Give a node a list of clients, and take what it has beyond it.
+
+    Args:
+        endpoint: the node's control port.
+        keys: of the fleet.
+        clients: what it should have.
+        timeout_s: how long it may take, in seconds.
+
+    Returns:
+        Both lists in one, which the node has.
+
+    Raises:
+        NotAdmittedError: it has another key, or none.
+        UnreachableError: no node answers there in time.
+    """
+    with Network(keys) as network:
+        dialer = ControlDialer(network, endpoint)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    happened = await dialer.receive()
+                    if isinstance(happened, Dial) and happened.about_keys:
+                        raise NotAdmittedError(f"the node at {endpoint} {DOORS[happened]}")
+                    if happened is Dial.CONNECTED:
+                        # A digest that no list has: the node answers with what it has then.
+                        sealed = clients.seal(keys.pair).decode()
+                        dialer.send(encode(Clients(digest=_NO_DIGEST, sealed=sealed)))
+                    elif isinstance(happened, bytes):
+                        with contextlib.suppress(WireError):
+                            message = decode_control(happened)
+                            if isinstance(message, Clients) and message.sealed is not None:
+                                return clients.join(ClientList.open(message.sealed.encode(), keys.pair))
+        except TimeoutError:
+            raise UnreachableError(
+                f"no node answers at {endpoint} within {timeout_s:g} s: it was not told of the clients"
+            ) from None
+        finally:
+            dialer.close(0)
+
+
+_NO_DIGEST: Final = "0" * 32

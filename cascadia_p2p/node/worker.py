@@ -259,8 +259,9 @@ class Worker:
     def report(self) -> dict[str, JsonValue]:
         """The data thread's counters for `status`: times in seconds, drops by reason, work by part.
 
-        Frames and rows at the top are those of this epoch; times, and frames and rows under `work`, are
-        since the shard was loaded. `frame_ms` and `row_ms` are means of these, by part.
+        Frames and rows at the top are those of this epoch. Misfits, which are operations that the stage could
+        not follow, times, and frames and rows under `work` are since the shard was loaded. `frame_ms` and
+        `row_ms` are means of these, by part.
         """
         counted = self._data.counters
         work = self._work()
@@ -276,6 +277,7 @@ class Worker:
             "frames_out": counted.frames_out,
             "rows": counted.rows,
             "errors": counted.errors,
+            "misfits": 0 if self.loaded is None else self.loaded.stage.misfits,
             "slots_taken": 0 if self.loaded is None else self.loaded.stage.taken,
             "round_ms": round(counted.round_ns / 1e6 / counted.rounds, 6) if counted.rounds else None,
             "busy_s": round(counted.busy_ns / 1e9, 6),

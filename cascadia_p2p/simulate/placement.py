@@ -22,7 +22,7 @@ ROWS: Final = 8
 """Rows of the frames that stages are balanced for."""
 
 SPREAD: Final = 1
-"""Layers that a stage may have more or fewer than an even split gives; weights of more would not fit."""
+"""Layers that a stage may have more or fewer than an even split gives."""
 
 Order: TypeAlias = tuple[int, ...]
 """Numbers of machines in ring order."""
@@ -38,6 +38,10 @@ class Machines(Protocol):
     @property
     def layers(self) -> int:
         """Of the model."""
+
+    @property
+    def heavy(self) -> Sequence[bool]:
+        """Whether each layer is one of those that fill a machine's memory."""
 
     def costs(self, machine: int, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
@@ -61,10 +65,19 @@ class Placement:
     split: Split
 
 
-def placements(machines: Machines, rows: int = ROWS) -> list[Placement]:
-    """The given order with an even split, and what the best order, the best split and both make of it."""
+def placements(machines: Machines, most: int | None = None, rows: int = ROWS) -> list[Placement]:
+    """The given order with an even split, and what the best order, the best split and both make of it.
+
+    Args:
+        machines: to be placed.
+        most: heavy layers that one can hold; None for no bound but `SPREAD`.
+        rows: of the frames that stages are balanced for.
+
+    Raises:
+        UsageError: the machines can not hold the model so.
+    """
     given, even = tuple(range(machines.count)), even_split(machines)
-    costs = [_bounded(machines, machine, rows) for machine in given]
+    costs = [_bounded(machines, machine, rows, most) for machine in given]
     order = best_order([machines.costs(machine, rows) for machine in given], even)
     free, split = best_order_and_split(costs, order)
     return [
@@ -148,19 +161,25 @@ def check_split(flag: str, split: Sequence[int], count: int, layers: int) -> Spl
     return tuple(split)
 
 
-def _bounded(machines: Machines, machine: int, rows: int) -> F64:
-    """Costs of stages whose size is near that of an even split."""
+def _bounded(machines: Machines, machine: int, rows: int, most: int | None) -> F64:
+    """Costs of stages whose size is near that of an even split, and that fit."""
     cost = machines.costs(machine, rows)
     even = machines.layers / machines.count
     sizes = np.arange(len(cost))[None, :] - np.arange(len(cost))[:, None]
     near = (sizes >= int(even) - SPREAD) & (sizes <= -int(-even // 1) + SPREAD)
+    if most is not None:
+        behind = np.cumsum([0, *machines.heavy])
+        near &= behind[None, :] - behind[:, None] <= most
     return np.where(near, cost, np.inf)
 
 
 def _split_of(costs: Sequence[F64]) -> Split:
     split = balanced_split(costs)
     if split is None:
-        raise UsageError("no split gives every machine a number of layers that it may have")
+        raise UsageError(
+            "no split gives every machine a number of layers that it can hold: let one hold more, or give "
+            "more machines"
+        )
     return split
 
 

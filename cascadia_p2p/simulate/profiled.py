@@ -47,6 +47,12 @@ class ProfiledMachines:
         """Of the model."""
         return len(self.reading.sizes.layers)
 
+    @property
+    def heavy(self) -> tuple[bool, ...]:
+        """Whether each layer has experts; all of them in a model without any."""
+        sparse = tuple(layer.sparse for layer in self.reading.sizes.layers)
+        return sparse if any(sparse) else (True,) * len(sparse)
+
     def costs(self, machine: int, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
         return self._times[machine].matrix(rows)

@@ -56,6 +56,11 @@ class PublishedMachines:
         """Of the model."""
         return self.numbers.layers
 
+    @property
+    def heavy(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        return tuple(layer >= self.numbers.dense_layers for layer in range(self.layers))
+
     def costs(self, machine: int, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
         own = [self._table(machine, range(layer, layer + 1)).of(rows) for layer in range(self.layers)]

@@ -14,13 +14,15 @@ from typing import Final
 
 import zmq
 
-from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.errors import NotAdmittedError, UnreachableError
+from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.looping import (
     Delivery,
     LoopSocket,
     Monitor,
     Signal,
     SocketClosedError,
+    SocketEvent,
     parse_event,
     unwatch,
     watch,
@@ -53,18 +55,44 @@ def _dealer(network: Network) -> zmq.Socket[bytes]:
     made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    network.present(made)
     return made
 
 
-def _failure(event: zmq.Event) -> str | None:
-    """What an event says about a connection attempt; "" for success, None for nothing."""
-    match event:
+def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str | None:
+    """What an event says about a connection attempt; "" for success, None for nothing.
+
+    Raises:
+        NotAdmittedError: no further attempt will do better.
+    """
+    match happened.event:
         case zmq.Event.HANDSHAKE_SUCCEEDED:
             return ""
         case zmq.Event.CLOSED:
             return "nothing listens there"
         case zmq.Event.DISCONNECTED:
             return None
+    match failed_handshake(happened.event, happened.value):
+        case Knock.REFUSED:
+            raise NotAdmittedError(
+                f"the head at {endpoint} does not admit this key: it was withdrawn, or is not known there "
+                "yet; "
+                "'cascadia-p2p keygen --client NAME' where the fleet's key is issues another"
+            )
+        case Knock.MECHANISM if keyed:
+            raise NotAdmittedError(
+                f"what listens at {endpoint} speaks in the clear, and this PC has a key for it: it is "
+                "another "
+                "fleet's, or was started with --insecure; nothing was sent"
+            )
+        case Knock.MECHANISM:
+            raise NotAdmittedError(
+                f"the head at {endpoint} takes only clients with a key: get one from whoever has the fleet's "
+                "key "
+                "('cascadia-p2p keygen --client NAME' makes it) and name it with --key FILE"
+            )
+        case Knock.HUNG_UP if keyed:
+            return "it has another fleet's key than this PC, or is no head"
     return "what listens there does not speak this protocol"
 
 
@@ -113,17 +141,17 @@ class _Line:
         self._poller.poll(int(left * 1000) + 1)
         return True
 
-    def event(self) -> zmq.Event | None:
+    def event(self) -> SocketEvent | None:
         """The next event, or None."""
         try:
-            return parse_event(self.monitor.recv_multipart(zmq.NOBLOCK)).event
+            return parse_event(self.monitor.recv_multipart(zmq.NOBLOCK))
         except zmq.Again:
             return None
 
     def lost(self) -> bool:
         """Whether the connection has ended."""
         while (event := self.event()) is not None:
-            if event == zmq.Event.DISCONNECTED:
+            if event.event == zmq.Event.DISCONNECTED:
                 return True
         return False
 
@@ -147,14 +175,21 @@ class ClientConnection:
     Args:
         endpoint: the head's client address.
         connect_timeout_s: how long connecting may take, in seconds.
+        keys: to prove oneself with; None speaks in the clear.
     """
 
-    def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keys: Keys | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.late = 0
         """Replies to earlier requests that came and were dropped."""
         self._connect_timeout_s = connect_timeout_s
-        self._network = Network()
+        self._network = Network(keys)
         self._line: _Line | None = None
 
     def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
@@ -229,7 +264,8 @@ class ClientConnection:
         if self._line is None:
             with uninterrupted():
                 self._line = _Line(self._network, self.endpoint)
-            _await_handshake(self._line, self.endpoint, self._connect_timeout_s)
+            keyed = self._network.keys is not None
+            _await_handshake(self._line, self.endpoint, self._connect_timeout_s, keyed=keyed)
         return self._line
 
     def _await_reply(self, line: _Line, tag: bytes, timeout_s: float | None) -> bytes:
@@ -253,12 +289,12 @@ class ClientConnection:
                 line.close()
 
 
-def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float) -> None:
+def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float, *, keyed: bool) -> None:
     deadline = time.monotonic() + timeout_s
     reason = "nothing came back"
     while line.wait(deadline):
         while (event := line.event()) is not None:
-            failure = _failure(event)
+            failure = _failure(event, endpoint, keyed=keyed)
             # The handshake's event runs ahead of the connection's readiness.
             if failure == "" and line.dealer.poll(CONNECT_TIMEOUT_MS, zmq.POLLOUT):
                 return
@@ -272,14 +308,21 @@ class AsyncClientConnection:
     Args:
         endpoint: the head's client address.
         connect_timeout_s: how long connecting may take, in seconds.
+        keys: to prove oneself with; None speaks in the clear.
     """
 
-    def __init__(self, endpoint: Endpoint, *, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        keys: Keys | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.late = 0
         """Replies that came when nobody waited for them any more."""
         self._connect_timeout_s = connect_timeout_s
-        self._network = Network()
+        self._network = Network(keys)
         self._connecting = asyncio.Lock()
         self._line: _LoopLine | None = None
 
@@ -390,6 +433,7 @@ class _LoopLine:
         self.over = False
         """The connection ended, or its only request was given up: the next request takes a new line."""
         self.endpoint = endpoint
+        self._keyed = network.keys is not None
         self._waiting: dict[bytes, asyncio.Queue[bytes | None]] = {}
         dealer = _dealer(network)
         self._signal = Signal()
@@ -406,7 +450,7 @@ class _LoopLine:
                 while True:
                     self._signal.clear()
                     while (event := self._monitor.take()) is not None:
-                        failure = _failure(event.event)
+                        failure = _failure(event, self.endpoint, keyed=self._keyed)
                         shaken = shaken or failure == ""
                         reason = failure or reason
                     # The handshake's event runs ahead of the connection's readiness.

@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import zmq
 
-from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent
+from cascadia_p2p.transport.curve import Domain
+from cascadia_p2p.transport.looping import (
+    Delivery,
+    LoopSocket,
+    Monitor,
+    Signal,
+    SocketEvent,
+    connection_of,
+)
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
 from cascadia_p2p.types import Endpoint
 
@@ -111,12 +120,17 @@ class ClientServer:
         except BaseException:
             made.close(linger=0)
             raise
+        self._network = network
         self.endpoints: list[Endpoint] = []
+        self.expelled = 0
+        """Connections that were ended because their key was withdrawn."""
         self.faults = 0
         """Messages without the shape of a request."""
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()
         self._ended: set[int] = set()
+        self._guarded: set[tuple[str, int]] = set()
+        self._keys: dict[int, bytes] = {}
         self._serial = 0
         self._waiting: deque[ClientEvent] = deque()
 
@@ -125,15 +139,41 @@ class ClientServer:
         """Connections that are open now."""
         return len(self._open)
 
-    def bind(self, host: str, port: int, *, flag: str = "--client-port") -> Endpoint:
+    def bind(self, host: str, port: int, *, flag: str = "--client-port", guarded: bool = False) -> Endpoint:
         """Serve at one more address; port 0 takes any free one.
+
+        Args:
+            host: see `network.bind`.
+            port: see `network.bind`.
+            flag: see `network.bind`.
+            guarded: let in only clients with a key, if the network has one.
 
         Raises:
             PortError: see `network.bind`.
+            CascadiaError: nobody could authenticate clients.
+            ValueError: an address in the clear comes behind a guarded one, whose lock it would get too.
         """
-        endpoint = bind(self._socket.zmq, host, port, flag)
+        made = self._socket.zmq
+        if guarded:
+            self._network.guard(made, Domain.CLIENTS)
+        elif self._guarded:
+            raise ValueError("addresses in the clear are bound before those that are guarded")
+        endpoint = bind(made, host, port, flag)
         self.endpoints.append(endpoint)
+        if guarded and self._network.keys is not None:
+            self._guarded.add((_host(endpoint.host), endpoint.port))
         return endpoint
+
+    def expel(self) -> None:
+        """End the connections of clients that are not admitted any more.
+
+        Who has asked nothing yet is not known by name: such connections end too, and whoever is still
+        admitted connects again by itself.
+        """
+        self._follow_connections()
+        for descriptor in list(self._open):
+            if not self._admitted(self._keys.get(descriptor)):
+                self._expel(descriptor)
 
     async def receive(self) -> ClientEvent:
         """The next request, misshapen message or end of a connection; safe to cancel."""
@@ -163,6 +203,7 @@ class ClientServer:
 
     def _follow_connections(self) -> None:
         while (event := self._monitor.take()) is not None:
+            self._keys.pop(event.value, None)
             if event.event == zmq.Event.ACCEPTED:
                 self._end(event)
                 self._ended.discard(event.value)
@@ -170,7 +211,7 @@ class ClientServer:
                 if len(self._open) > self.limit:
                     self._surplus.add(self._open[event.value])
                 if len(self._open) > self.limit + SURPLUS:
-                    self._hang_up(event.value)
+                    self._hang_up(event.value, self._is_client)
             else:
                 self._end(event)
 
@@ -182,15 +223,30 @@ class ClientServer:
             self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
 
-    def _hang_up(self, descriptor: int) -> None:
-        """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone."""
-        with (
-            contextlib.suppress(OSError),
-            socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as copy,
-        ):
-            # The descriptor may be another connection's by now: of no other kind than a client's may it be.
-            if copy.getsockname()[1] in {endpoint.port for endpoint in self.endpoints}:
-                copy.shutdown(socket.SHUT_RDWR)
+    def _admitted(self, key: bytes | None) -> bool:
+        keys = self._network.keys
+        return keys is None or (key is not None and keys.admit(Domain.CLIENTS, key))
+
+    def _expel(self, descriptor: int | None) -> None:
+        """End a connection at one of the guarded addresses."""
+        if descriptor is not None and self._hang_up(descriptor, lambda at: at in self._guarded):
+            self.expelled += 1
+
+    def _hang_up(self, descriptor: int, ours: Callable[[tuple[str, int]], bool]) -> bool:
+        """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone.
+
+        The descriptor may belong to something else by now: `ours` tells by the local address.
+        """
+        with connection_of(descriptor) as made, contextlib.suppress(OSError):
+            if made is not None:
+                host, port = made.getsockname()[:2]
+                if ours((_host(str(host)), port)):
+                    made.shutdown(socket.SHUT_RDWR)
+                    return True
+        return False
+
+    def _is_client(self, at: tuple[str, int]) -> bool:
+        return any(endpoint.port == at[1] for endpoint in self.endpoints)
 
     def _next(self) -> int:
         self._serial += 1
@@ -198,7 +254,13 @@ class ClientServer:
 
     def _accept(self, parts: list[zmq.Frame]) -> None:
         """Queue what a message is, and behind it the end of its connection if that came first."""
-        descriptor = _descriptor(parts[-1])
+        descriptor, key = _descriptor(parts[-1]), _key(parts[-1])
+        if key is not None and not self._admitted(key):
+            if descriptor in self._open:
+                self._expel(descriptor)
+            return
+        if key is not None and descriptor in self._open:
+            self._keys[descriptor] = key
         ended = descriptor in self._ended
         if ended or descriptor is None:
             connection = self._next()
@@ -212,6 +274,19 @@ class ClientServer:
         self._waiting.append(event)
         if ended:
             self._waiting.append(ClientGone(connection))
+
+
+def _key(part: zmq.Frame) -> bytes | None:
+    """The key that was admitted on a part's connection; None on one in the clear."""
+    try:
+        return str(part.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return None
+
+
+def _host(text: str) -> str:
+    """An address without its scope."""
+    return text.partition("%")[0]
 
 
 def _descriptor(part: zmq.Frame) -> int | None:

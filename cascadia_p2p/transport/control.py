@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -11,7 +12,8 @@ from typing import Final
 import zmq
 
 from cascadia_p2p.transport.client_server import ClientCall, read_request
-from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal
+from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
 from cascadia_p2p.types import Endpoint
 
@@ -25,6 +27,23 @@ class ControlCall:
 
     identity: bytes
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """Somebody was turned away at the door: from where, as far as that is known, and why."""
+
+    host: str
+    why: Knock
+
+
+_DOOR_EVENTS: Final = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class ControlServer:
@@ -44,13 +63,19 @@ class ControlServer:
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            network.guard(made, Domain.NODES)
             self.endpoint = bind(made, host, port, flag)
             self._signal = Signal()
+            self._monitor = Monitor(made, _DOOR_EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
         except BaseException:
             made.close(linger=0)
             raise
+        self.turned_away: Callable[[Stranger], None] = lambda _: None
+        """Told, by `receive`, of everybody whose handshake failed."""
         self._client_answer = client_answer
+        self._hosts: dict[int, str] = {}
+        self._knock: Knock | None = None
         self.malformed = 0
         """Messages that were dropped because they had another shape than one part."""
 
@@ -58,11 +83,25 @@ class ControlServer:
         """The next message; safe to cancel."""
         while True:
             self._signal.clear()
+            self._follow_strangers()
             while (parts := self._socket.take()) is not None:
                 if len(parts) == 2:
                     return ControlCall(parts[0].bytes, parts[1].bytes)
                 self._turn_away(parts)
             await self._signal.wait()
+
+    def _follow_strangers(self) -> None:
+        """Follow the connections: the end of one follows its failed handshake at once."""
+        while (event := self._monitor.take()) is not None:
+            if event.event == zmq.Event.ACCEPTED:
+                self._hosts[event.value] = peer_address(event.value)
+            elif event.event == zmq.Event.DISCONNECTED:
+                host = self._hosts.pop(event.value, "")
+                knock, self._knock = self._knock, None
+                if knock is not None:
+                    self.turned_away(Stranger(host or "an unknown address", knock))
+            else:
+                self._knock = failed_handshake(event.event, event.value)
 
     def _turn_away(self, parts: list[zmq.Frame]) -> None:
         self.malformed += 1
@@ -77,6 +116,7 @@ class ControlServer:
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Unbind; what is queued still has `linger_ms` to leave."""
         self._signal.close()
+        self._monitor.close()
         self._socket.close(linger_ms)
 
 
@@ -92,6 +132,17 @@ class Dial(Enum):
     """Nothing came back, or no way leads there."""
     HANDSHAKE_FAILED = "handshake_failed"
     """Something else than a node of ours listens there."""
+    IN_THE_CLEAR = "in_the_clear"
+    """This side has a key, and what listens there has none."""
+    CLOSED = "closed"
+    """What listens there has a key, and this side has none."""
+    OTHER_KEY = "other_key"
+    """What listens there has not this side's key, or hung up for another reason."""
+
+    @property
+    def about_keys(self) -> bool:
+        """Whether keys keep both apart."""
+        return self in (Dial.IN_THE_CLEAR, Dial.CLOSED, Dial.OTHER_KEY)
 
 
 _EVENTS: Final = (
@@ -110,12 +161,14 @@ class ControlDialer:
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.connected = False
+        self._keyed = network.keys is not None
         self._shaken = False
         made = network.socket(zmq.DEALER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
         try:
             self._signal = Signal()
             self._monitor = Monitor(made, _EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
+            network.present(made)
             connect(made, endpoint)
         except BaseException:
             made.close(linger=0)
@@ -130,7 +183,7 @@ class ControlDialer:
                 self.connected = True
                 return Dial.CONNECTED
             while (event := self._monitor.take()) is not None:
-                if (dial := await self._dial(event.event)) is not None:
+                if (dial := await self._dial(event)) is not None:
                     return dial
             while (parts := self._socket.take()) is not None:
                 if len(parts) == 1:
@@ -147,9 +200,9 @@ class ControlDialer:
         self._monitor.close()
         self._socket.close(linger_ms)
 
-    async def _dial(self, event: zmq.Event) -> Dial | None:
+    async def _dial(self, happened: SocketEvent) -> Dial | None:
         """What an event of ZeroMQ means for the peer."""
-        match event:
+        match happened.event:
             case zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._shaken = True
                 self._signal.set()
@@ -159,6 +212,13 @@ class ControlDialer:
                 return Dial.DISCONNECTED if was else None
             case zmq.Event.CLOSED:
                 return await knock(self.endpoint)
+        return self._refused(failed_handshake(happened.event, happened.value))
+
+    def _refused(self, why: Knock | None) -> Dial:
+        if why is Knock.MECHANISM:
+            return Dial.IN_THE_CLEAR if self._keyed else Dial.CLOSED
+        if self._keyed and why in (Knock.HUNG_UP, Knock.REFUSED):
+            return Dial.OTHER_KEY
         return Dial.HANDSHAKE_FAILED
 
 

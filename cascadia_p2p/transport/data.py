@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from cascadia_p2p.transport.curve import Domain
 from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
 from cascadia_p2p.types import Endpoint
 
@@ -49,6 +50,7 @@ class DataReceiver:
         self._unread = False
         try:
             self._pull.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+            network.guard(self._pull, Domain.NODES)
             self._endpoint = bind(self._pull, host, port, flag)
             name = f"inproc://wake-{next(_serial)}"
             self._pull.bind(name)
@@ -127,6 +129,7 @@ class DataSender:
         self._push.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._push.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
         try:
+            network.present(self._push)
             connect(self._push, endpoint)
         except BaseException:
             self._push.close(linger=0)

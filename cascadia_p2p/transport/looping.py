@@ -7,7 +7,10 @@ received before the task that takes it runs, so there is nothing to lose.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -186,3 +189,23 @@ def parse_event(parts: list[bytes]) -> SocketEvent:
     """The event in a monitor's message."""
     message = parse_monitor_message(parts)
     return SocketEvent(zmq.Event(message["event"]), int(message["value"]))
+
+
+@contextlib.contextmanager
+def connection_of(descriptor: int) -> Iterator[socket.socket | None]:
+    """A second handle of a connection that ZeroMQ holds, for the block; None when it is gone."""
+    try:
+        made = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        yield None
+        return
+    with made:
+        yield made
+
+
+def peer_address(descriptor: int) -> str:
+    """The host at the other end of a connection that ZeroMQ holds; empty when that can not be told."""
+    with connection_of(descriptor) as made, contextlib.suppress(OSError):
+        if made is not None:
+            return str(made.getpeername()[0])
+    return ""

@@ -14,6 +14,7 @@ import psutil
 import zmq
 
 from cascadia_p2p.errors import PortError
+from cascadia_p2p.transport.curve import Authenticator, Domain, Keys, close_door, present
 from cascadia_p2p.types import Endpoint
 
 HANDSHAKE_MS: Final = 3000
@@ -23,6 +24,9 @@ RECONNECT_MAX_MS: Final = 1000
 HIGH_WATER: Final = 1000
 MAX_SOCKETS: Final = 4096
 MAX_DESCRIPTORS: Final = 65_536
+SEALED: Final = 64
+"""Bytes that CURVE adds to a part, at most."""
+
 NOTHING: Final = 1 << 13
 """Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
 
@@ -31,11 +35,16 @@ class Network:
     """A ZeroMQ context and the sockets made from it; close it in the thread that made it.
 
     A context that the garbage collector finds still open hangs the process, hence the explicit `close`.
+
+    Args:
+        keys: what its sockets prove themselves with; without any, all of them speak in the clear.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys | None = None) -> None:
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self.keys = keys
+        self._authenticator: Authenticator | None = None
         # Held here so that none is left to the garbage collector before `close`.
         self._sockets: list[zmq.Socket[bytes]] = []
 
@@ -52,7 +61,8 @@ class Network:
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         made.setsockopt(zmq.RCVHWM, HIGH_WATER)
         made.setsockopt(zmq.IMMEDIATE, 1)
-        made.setsockopt(zmq.MAXMSGSIZE, max_part)
+        # ZeroMQ counts what encryption adds.
+        made.setsockopt(zmq.MAXMSGSIZE, max_part if self.keys is None else max_part + SEALED)
         made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
@@ -61,9 +71,39 @@ class Network:
         self._sockets.append(made)
         return made
 
+    @property
+    def guarded(self) -> bool:
+        """Whether the authenticator still answers, where there is one."""
+        return self._authenticator is None or self._authenticator.alive
+
+    @property
+    def turned_away(self) -> int:
+        """Keys that the authenticator has refused."""
+        return 0 if self._authenticator is None else self._authenticator.refused
+
+    def guard(self, made: zmq.Socket[bytes], domain: Domain) -> None:
+        """Close a socket to strangers at every address that it binds from now on, if there is a key.
+
+        Raises:
+            CascadiaError: nobody could authenticate peers.
+        """
+        if self.keys is None:
+            return
+        # It has to answer before the first address is bound.
+        if self._authenticator is None:
+            self._authenticator = Authenticator(self.context, self.keys.admit)
+        close_door(made, self.keys, domain)
+
+    def present(self, made: zmq.Socket[bytes]) -> None:
+        """Let a socket prove itself to what it connects to from now on, if there is a key."""
+        if self.keys is not None:
+            present(made, self.keys)
+
     def close(self) -> None:
         """Close whatever is still open, then the context; a second call does nothing."""
         with uninterrupted():
+            if self._authenticator is not None:
+                self._authenticator.stop()
             if not self.context.closed:
                 self.context.destroy(linger=0)
                 self._sockets.clear()

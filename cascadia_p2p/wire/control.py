@@ -200,6 +200,7 @@ class State(ControlBase):
         standby: another node's claim on the same shard goes first.
         layer_s: profiled seconds that one layer takes for a full frame; 0 when not known.
         pace: profiled times of the whole stage, as rows of a frame and seconds; empty when not known.
+        leaving: it takes no new work and ends as soon as it can be spared.
     """
 
     type: Literal["state"] = "state"
@@ -212,6 +213,7 @@ class State(ControlBase):
     standby: bool = False
     layer_s: Seconds = 0.0
     pace: Pace = ()
+    leaving: bool = False
 
 
 class Assign(ControlBase):
@@ -309,6 +311,22 @@ class StatusReport(ControlBase):
     body: dict[str, JsonValue]
 
 
+class Clients(Message):
+    """Which list of clients the sender has, and the list itself when it is asked for or has changed.
+
+    Args:
+        node, instance: the sender; whoever issues keys is no node.
+        digest: tells lists apart.
+        sealed: the list as JSON, authenticated with the fleet's key.
+    """
+
+    type: Literal["clients"] = "clients"
+    node: Node | None = None
+    instance: Run | None = None
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    sealed: Annotated[str, Field(max_length=200_000)] | None = None
+
+
 ControlMessage: TypeAlias = (
     Greeting
     | Welcome
@@ -324,6 +342,7 @@ ControlMessage: TypeAlias = (
     | Bye
     | StatusQuery
     | StatusReport
+    | Clients
 )
 
 

@@ -272,17 +272,19 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
     assert all(name in done.out for name in COMMANDS)
     assert "130 Ctrl-C" in done.out
     flags = {
-        "export": ("CHECKPOINT", "OUT", "--shards", "--split", "--experts", "--projections", "--head"),
+        "export": ("CHECKPOINT", "OUT", "--shards", "--split", "--experts", "--head", "--key", "--no-key"),
         "join": (
             "--model", "--shard", "--fleet", "--bind", "--port", "--client-port", "--peer", "--no-mdns",
             "--device", "--precision", "--cache", "--slots", "--context", "--config", "--state-dir",
-            "--log-format",
+            "--log-format", "--key", "--insecure",
         ),
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json"),
+        "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
+        "keygen": ("--fleet", "--key", "--client", "--revoke", "--list", "--out", "--peer"),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
         "doctor": ("--json", "--peer"),
         "profile": ("--model", "--rows", "--positions", "--out", "--precision", "--threads", "--json"),

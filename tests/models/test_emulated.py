@@ -81,7 +81,8 @@ def frame(
         rows = stage.apply(
             segments, np.zeros(0, OPERATION) if operations is None else operations, rows, lambda: None
         )
-    return stages[-1].tokens(segments, rows)
+    records, _ = stages[-1].tokens(segments, rows)
+    return records
 
 
 def operation(kind: OperationKind, *slots: int, position: int = 0) -> Table:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -78,6 +78,16 @@ def test_each_freedom_makes_the_published_fleet_faster(last: LastRole) -> None:
     assert given_rate == pytest.approx(60, rel=0.02)
     # The numbers' source says about 64 for the slowest machines at the ends.
     assert given_rate * 1.04 < order < split < both < 69
+
+
+def test_a_machine_gets_no_more_experts_than_it_holds() -> None:
+    machines = PublishedMachines(published())
+    for placement in placements(machines, most=6)[2:]:
+        ends = np.cumsum([0, *placement.split])
+        # The first two layers are dense.
+        assert all(end - max(start, 2) <= 6 for start, end in pairwise(ends.tolist()))
+    with pytest.raises(UsageError, match="can hold"):
+        placements(machines, most=5)
 
 
 def test_the_order_of_a_flag() -> None:

@@ -62,6 +62,8 @@ MESSAGES = [
     m.Bye(**WHO, reason="Ctrl-C"),
     m.StatusQuery(),
     m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
+    m.Clients(digest="0123456789abcdef" * 2),
+    m.Clients(**WHO, digest="f" * 32, sealed='{"clients":[],"mac":"00"}'),
 ]
 
 
