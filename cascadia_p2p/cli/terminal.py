@@ -139,7 +139,7 @@ def open_client(config: Config) -> Client:
 
 
 def control_keys(config: Config) -> Keys | None:
-    """What opens the control ports of the fleet; None without its key: a client's opens the client port only."""
+    """What opens the control ports; None without the fleet's key: a client's opens the client port only."""
     key = find_client_key(config.fleet, key=config.key)
     return None if key is None or key.client is not None else Keys(key.pair, key.server)
 
