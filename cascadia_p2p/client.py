@@ -210,6 +210,11 @@ class _Patience:
         return pause
 
 
+def _find_s(timeout_s: float | None) -> float:
+    """Seconds that looking for the head may take where an answer may take so long."""
+    return FIND_S if timeout_s is None else min(FIND_S, timeout_s)
+
+
 def _answer(data: bytes) -> GenerateReply:
     reply = decode_reply(data)
     if isinstance(reply, ErrorReply):
@@ -457,7 +462,9 @@ class Client:
         if self._streaming:
             raise UsageError("an answer is still coming: read it to its end, or close it first")
         if self._connection is None:
-            endpoint = self._given or _endpoint_of(find_head_sync(self._fleet, timeout=FIND_S))
+            endpoint = self._given or _endpoint_of(
+                find_head_sync(self._fleet, timeout=_find_s(self._timeout_s))
+            )
             keys = _keys_for(endpoint, self._fleet, self._key)
             self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
         return self._connection
@@ -573,7 +580,9 @@ class AsyncClient:
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
         async with self._finding:
             if self._connection is None:
-                endpoint = self._given or _endpoint_of(await find_head(self._fleet, timeout=FIND_S))
+                endpoint = self._given or _endpoint_of(
+                    await find_head(self._fleet, timeout=_find_s(self._timeout_s))
+                )
                 keys = _keys_for(endpoint, self._fleet, self._key)
                 self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
             connection = self._connection
