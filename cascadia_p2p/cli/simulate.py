@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     protocol = Protocol(args.tokens, args.gap_ms / 1e3, args.requests)
     if not 1 <= args.prompt <= _MOST_PROMPT:
         raise UsageError(f"--prompt is {args.prompt}: expected 1 to {_MOST_PROMPT} tokens")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}")
     if args.plot is not None:
         check_plot(args.plot)
     subject = _subject(args, levels)

@@ -43,7 +43,9 @@ class AnswerPrinter:
         self._dim = False
 
     def show(self, piece: StreamPiece) -> None:
-        """Print what a piece adds."""
+        """Print what a piece adds; a notice goes to standard error."""
+        if piece.notice is not None:
+            print(f"\n{self._harmless(piece.notice)}", file=sys.stderr, flush=True)
         if piece.reasoning and self._reasoning:
             self._write(("" if self._dim else _DIM) + self._harmless(piece.reasoning))
             self._dim = True

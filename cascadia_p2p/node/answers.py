@@ -109,6 +109,11 @@ class Answer:
             return self._make_piece(None) if self._told < len(self._ids) else None
         return self._make_piece(shown) if shown else None
 
+    def notice(self, sentence: str) -> StreamPiece:
+        """A piece that says something about the answer, with what has become visible meanwhile."""
+        shown = self._take()
+        return self._make_piece(None if self._reader is None else shown, sentence)
+
     def finish(self) -> StreamPiece | None:
         """No token comes any more: the last piece, with all that was held back, or None."""
         if self._reader is not None:
@@ -148,7 +153,7 @@ class Answer:
             self._shown.append(piece)
         return piece
 
-    def _make_piece(self, shown: Piece | None) -> StreamPiece:
+    def _make_piece(self, shown: Piece | None, notice: str | None = None) -> StreamPiece:
         self._seq += 1
         scores = self._scores_from(self._told)
         ids, self._told = tuple(self._ids[self._told :]), len(self._ids)
@@ -158,6 +163,7 @@ class Answer:
             text=None if shown is None else shown.text,
             reasoning=None if shown is None else shown.reasoning or None,
             token_ids=ids,
+            notice=notice,
             logprobs=scores,
         )
 

@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 import structlog
@@ -20,7 +21,7 @@ from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import SocketClosedError
-from cascadia_p2p.types import StreamId
+from cascadia_p2p.types import Promise, StreamId
 from cascadia_p2p.wire.messages import (
     AckRequest,
     CancelReply,
@@ -76,6 +77,7 @@ class _Pending:
         route: the way back.
         request: what was asked.
         answer: None while the prompt is still being read.
+        positions: of its stream at most, prompt and answer; 0 while the prompt is still being read.
         piece_at: when its last piece was sent.
         read: number of the last piece that its client has read, as far as it tells.
         place: the last that was told of its place in the queue.
@@ -85,6 +87,7 @@ class _Pending:
     route: Route
     request: GenerateRequest
     answer: Answer | None = None
+    positions: int = 0
     piece_at: float = float("-inf")
     read: int = 0
     place: int | None = None
@@ -115,6 +118,7 @@ class HeadService:
         status: what a status request is answered with.
         missing: shards that nobody serves, now.
         queue_wait_s: longest wait for a slot, in seconds.
+        recovery_s: longest wait without a ring, in seconds.
         watch: told of every task that has ended, by its failure too.
     """
 
@@ -128,6 +132,7 @@ class HeadService:
         status: Callable[[], StatusBody],
         missing: Callable[[], Sequence[int]],
         queue_wait_s: float,
+        recovery_s: float,
         watch: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._server = server
@@ -137,6 +142,7 @@ class HeadService:
         self._status = status
         self._missing = missing
         self._queue_wait_s = queue_wait_s
+        self._recovery_s = recovery_s
         self._watch = watch
         self._numbers = itertools.count(1)
         self._pending: dict[StreamId, _Pending] = {}
@@ -149,12 +155,30 @@ class HeadService:
         self._outbox = Outbox(server, self._cancel_connection)
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
+        self._draining: RequestError | None = None
         self.counts = HeadCounts()
 
     @property
     def pending(self) -> int:
         """Requests without their final reply."""
         return len(self._pending)
+
+    def needs(self, promise: Promise) -> tuple[int, int]:
+        """What the requests that have no final reply need of the `promise` of their ring: slots, context."""
+        longest = max((pending.positions for pending in self._pending.values()), default=0)
+        return min(len(self._pending), promise.slots), min(longest, promise.context)
+
+    def interrupted(self, reason: str) -> None:
+        """The ring is lost: tell those who read their answers as they come that there is a pause."""
+        for stream, pending in list(self._pending.items()):
+            if pending.request.stream and not pending.cancelled and pending.answer is not None:
+                notice = pending.answer.notice(f"{reason}; the answer goes on as soon as the ring does")
+                self._outbox.send(pending.route, encode(notice), stream)
+
+    def drain(self, reason: str) -> None:
+        """Start nothing more; what runs goes on."""
+        self._draining = ring_incomplete(f"its head takes nothing new: {reason}; ask again soon", ())
+        self._data.call(partial(self._conductor.drop_waiting, self._draining))
 
     def start(self) -> None:
         """Take requests from now on."""
@@ -246,6 +270,8 @@ class HeadService:
             self._refuse(route, RequestError(ErrorCode.INTERNAL, "the head could not handle this request"))
 
     def _generate(self, route: Route, request: GenerateRequest, *, one_reply: bool) -> None:
+        if self._draining is not None:
+            raise RequestError(self._draining.code, self._draining.message, request_id=request.id)
         if request.id is not None and self._find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
@@ -268,7 +294,7 @@ class HeadService:
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._add(stream, pending)
-        self._submit(accepted)
+        self._submit(accepted, pending)
 
     async def _read(self, stream: StreamId, pending: _Pending) -> None:
         """Accept a request whose prompt takes long to be turned into ids."""
@@ -285,13 +311,14 @@ class HeadService:
             # Its client may have gone meanwhile.
             if stream in self._pending:
                 pending.answer = answer
-                self._submit(accepted)
+                self._submit(accepted, pending)
             return
         if self._remove(stream) is not None:
             self._refuse(pending.route, failure)
 
-    def _submit(self, accepted: StreamRequest) -> None:
+    def _submit(self, accepted: StreamRequest, pending: _Pending) -> None:
         self.counts.accepted += 1
+        pending.positions = len(accepted.prompt) + accepted.max_tokens
         self._ask_places(PLACE_S)
         self._data.call(lambda: self._conductor.submit(accepted, self._refused))
 
@@ -444,16 +471,11 @@ class HeadService:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self._queue_wait_s / 4))
-            missing = tuple(self._missing())
-
-            def reason(waited: float, missing: tuple[int, ...] = missing) -> RequestError:
-                if missing:
-                    return ring_incomplete(f"the request waited {waited:.0f} s", missing)
-                text = f"the request waited {waited:.0f} s for a free slot: try again later"
-                return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=self._queue_wait_s)
-
-            self._data.call(lambda reason=reason: self._conductor.expire(self._queue_wait_s, reason))  # type: ignore[misc]
+            await asyncio.sleep(min(1.0, self._queue_wait_s / 4, self._recovery_s / 4))
+            expire = partial(
+                self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
+            )
+            self._data.call(expire)
 
 
 def _name(pending: _Pending) -> tuple[int, bytes, str] | None:

@@ -135,19 +135,21 @@ class OpenRing:
 
 @dataclass(frozen=True, slots=True)
 class CloseRing:
-    """The epoch is over on this node; on the head, every waiting client gets `ring_incomplete`.
+    """The epoch is over on this node; on the head, streams are kept for the next.
 
     Args:
         epoch: the one that ended.
         reason: a sentence.
         missing: shards that nobody serves now.
         was_open: it had been open, so clients may be waiting.
+        held: the first frame that the lost stage had not passed on; 0 when no stage was lost by itself.
     """
 
     epoch: Epoch
     reason: str
     missing: tuple[int, ...]
     was_open: bool
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,11 @@ class StopBeingHead:
     """Close the client port; why, in words."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing needs this node any more, after it was asked to drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +224,7 @@ Action: TypeAlias = (
     | ResumeAdmission
     | BecomeHead
     | StopBeingHead
+    | Drained
     | Say
     | Fatal
 )

@@ -109,6 +109,8 @@ class Core:
         self.counters = Counters()
         self.serves_clients = False
         self.standby = False
+        self.leaving: str | None = None
+        """Why this node ends as soon as it can be spared."""
         self.dirty = True
         """Something changed that an assignment, a formation or a role may depend on."""
         self._out: list[Action] = []
@@ -188,7 +190,7 @@ class Core:
     @property
     def fixed(self) -> bool:
         """Whether nobody may move this node to another shard."""
-        return self.profile.asked is not None or self.seat is not None
+        return self.profile.asked is not None or self.seat is not None or self.leaving is not None
 
     def claim(self) -> Claim:
         """The claim as it is told to others."""
@@ -244,6 +246,7 @@ class Core:
                 "client": self._client(), "epoch": self.counter,
                 "ring": self.seat.epoch if self.seat else None,
                 "progress": self.progress, "standby": self.standby, "layer_s": self.layer_s,
+                "leaving": self.leaving is not None,
                 "pace": self.pace,
             }
         )  # fmt: skip
@@ -315,13 +318,13 @@ class Core:
         self.act(SwitchEpoch(epoch, members, stage, promise, seat.successor))
         return seat
 
-    def stand_up(self, reason: str, missing: tuple[int, ...] = ()) -> None:
-        """Give the seat up; the shard stays loaded."""
+    def stand_up(self, reason: str, missing: tuple[int, ...] = (), held: int = 0) -> None:
+        """Give the seat up; the shard stays loaded. See `CloseRing`."""
         if self.seat is None:
             return
         seat, self.seat = self.seat, None
         self.dirty = True
-        self.act(CloseRing(seat.epoch, reason, missing, seat.open))
+        self.act(CloseRing(seat.epoch, reason, missing, seat.open, held))
 
 
 def _lasting(state: State) -> State:

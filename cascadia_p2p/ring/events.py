@@ -118,6 +118,9 @@ class Counters:
         frames_in, frames_out: frames of this epoch taken, and handed to the socket to the successor.
         waiting_send: a frame is ready and the socket to the successor does not take it.
         probe_seen: number of the last probe frame of this epoch that came by; 0 for none.
+        running: on a head, streams that have a slot.
+        slots, context: on a head, what the requests that wait for their answers need of a ring: slots at
+            once, positions a stream.
     """
 
     epoch: Epoch | None = None
@@ -126,6 +129,9 @@ class Counters:
     frames_out: int = 0
     waiting_send: bool = False
     probe_seen: int = 0
+    running: int = 0
+    slots: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,13 @@ class DataThreadDied:
     """The data thread has ended on its own; why, in words."""
 
     sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """This node is asked to end once it can be spared; why, in words. Answered by Drained."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,5 +178,6 @@ Event: TypeAlias = (
     | Counters
     | HopBroken
     | DataThreadDied
+    | Drain
     | Leave
 )

@@ -150,6 +150,8 @@ class Follower:
         head = form.members[0]
         if head.node != peer.node or head.instance != peer.instance or form.epoch.head != peer.instance:
             return f"the first member of epoch {form.epoch} is not its sender {peer.label}"
+        if core.leaving is not None:
+            return f"{core.label} is leaving"
         if seat is not None and core.heads:
             return f"{core.label} is itself the head of epoch {seat.epoch}"
         if seat is not None and seat.head.instance != peer.instance:

@@ -270,6 +270,8 @@ class StreamPiece(Reply):
         text: what has become visible of the answer; left out when the model has no tokenizer.
         reasoning: the same of the model's reasoning; left out when there is nothing.
         token_ids: the ids that came.
+        notice: a sentence about the answer, for people, as when a lost node makes it pause; such a piece may
+            hold nothing else.
         logprobs: of these ids, if they were asked for.
     """
 
@@ -277,6 +279,7 @@ class StreamPiece(Reply):
     text: str | None = None
     reasoning: str | None = None
     token_ids: TokenIds
+    notice: str | None = None
     logprobs: TokenScores | None = None
 
 

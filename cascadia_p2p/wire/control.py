@@ -200,6 +200,7 @@ class State(ControlBase):
         standby: another node's claim on the same shard goes first.
         layer_s: profiled seconds that one layer takes for a full frame; 0 when not known.
         pace: profiled times of the whole stage, as rows of a frame and seconds; empty when not known.
+        leaving: it takes no new work and ends as soon as it can be spared.
     """
 
     type: Literal["state"] = "state"
@@ -212,6 +213,7 @@ class State(ControlBase):
     standby: bool = False
     layer_s: Seconds = 0.0
     pace: Pace = ()
+    leaving: bool = False
 
 
 class Assign(ControlBase):

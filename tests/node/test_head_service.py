@@ -129,6 +129,7 @@ async def door(
             status=dict,
             missing=list,
             queue_wait_s=60.0,
+            recovery_s=60.0,
             watch=lambda task: None,
         )
         ring.service.start()
