@@ -43,11 +43,13 @@ class RingCount:
         epoch: of the ring; another one means that it was formed anew.
         requests: what the head counted of `finished`, `prompt_tokens` and `completion_tokens`.
         nodes: in the ring's order.
+        reused: prompt tokens that kept prefixes saved.
     """
 
     epoch: str
     requests: Mapping[str, int]
     nodes: tuple[NodeCount, ...]
+    reused: int = 0
 
 
 NodeAsker: TypeAlias = Callable[[Endpoint], Awaitable[dict[str, JsonValue]]]
@@ -66,6 +68,7 @@ async def count_ring(client: AsyncClient, ask: NodeAsker | None) -> RingCount:
     """
     body = await client.status()
     counted, epoch, stages = body.get("requests"), body.get("epoch"), body.get("stages")
+    prefixes = body.get("prefixes")
     rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
     if ask is None:
         rows = [row for row in rows if row.get("node") == body.get("node")]
@@ -75,6 +78,7 @@ async def count_ring(client: AsyncClient, ask: NodeAsker | None) -> RingCount:
         epoch=f"{epoch['counter']}@{epoch['head']}" if isinstance(epoch, dict) else "",
         requests={name: _whole(requests.get(name)) for name in _REQUESTS},
         nodes=tuple(nodes),
+        reused=_whole(prefixes.get("tokens_reused")) if isinstance(prefixes, dict) else 0,
     )
 
 
@@ -96,7 +100,8 @@ async def _count_node(
 def faults(before: RingCount, after: RingCount, asked: Sequence[Asked]) -> list[str]:
     """Where counters and answers disagree, a sentence each; empty when all is right.
 
-    Every node computes each prompt token and each answer token but the last, once.
+    Every node computes each prompt token and each answer token but the last, once; what the head says kept
+    prefixes saved is left out.
     """
     if before.epoch != after.epoch:
         return [
@@ -115,7 +120,7 @@ def faults(before: RingCount, after: RingCount, asked: Sequence[Asked]) -> list[
                 f"the head counted {counted} {_WORDS[name]} where {count} came here: does anybody else "
                 "use the ring?"
             )
-    rows = prompt + tokens - len(replies)
+    rows = prompt + tokens - len(replies) - (after.reused - before.reused)
     for old, new in zip(before.nodes, after.nodes, strict=True):
         if old.work is None or new.work is None:
             found.append(f"stage {new.stage} (node {new.node}) did not tell its counters")

@@ -54,6 +54,7 @@ class LevelReport:
         result: None when no request gave a token.
         faults: what was wrong, a sentence each.
         nodes: what it took on each, in the ring's order.
+        reused_tokens: of prompts, that kept prefixes saved.
         bench_cpu_s: of this process.
         wall_s: from the level's start to its end.
         load: the machine's load average at its end, where there is one.
@@ -65,6 +66,7 @@ class LevelReport:
     result: LevelResult | None
     faults: tuple[str, ...]
     nodes: tuple[NodeLoad, ...]
+    reused_tokens: int
     bench_cpu_s: float
     wall_s: float
     load: float | None
@@ -158,6 +160,7 @@ class Bench:
             result=level_result(streams, timelines) if any(timelines) else None,
             faults=tuple(self._faults(asked) + faults(before, after, asked)),
             nodes=_loads(before, after, tokens, wall, self.idle_cpu),
+            reused_tokens=after.reused - before.reused,
             bench_cpu_s=cpu,
             wall_s=wall,
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,

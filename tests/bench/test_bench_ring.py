@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from cli.conftest import Run, run
 
 from cascadia_p2p.bench.asking import Asked
 from cascadia_p2p.bench.emulation import VOCAB, EmulatedRing, Emulation, emulated_ring
-from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts
+from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts, Prompts
 from cascadia_p2p.bench.running import Bench, LevelReport
 from cascadia_p2p.cli.bench import node_asker, wrong_answers
 from cascadia_p2p.client import AsyncClient
@@ -47,15 +48,21 @@ def ring() -> Iterator[EmulatedRing]:
     assert said[0].startswith("starting 3 nodes")
 
 
-def measure(ring: EmulatedRing, *levels: int, model: EmulatedConfig | None = None) -> list[LevelReport]:
+def measure(
+    ring: EmulatedRing,
+    *levels: int,
+    model: EmulatedConfig | None = None,
+    prompts: Prompts | None = None,
+    protocol: Protocol = PROTOCOL,
+) -> list[LevelReport]:
     async def go() -> list[LevelReport]:
         async with AsyncClient(ring.endpoint) as client:
-            judged = model or ring.model
+            judged, asking = model or ring.model, prompts or IdPrompts(VOCAB)
 
             def judge(asked: Sequence[Asked]) -> list[str | None]:
-                return wrong_answers(judged, asked, TOKENS)
+                return wrong_answers(judged, asked, protocol.tokens)
 
-            bench = Bench(client, node_asker(None), PROTOCOL, IdPrompts(VOCAB), judge, lambda sentence: None)
+            bench = Bench(client, node_asker(None), protocol, asking, judge, lambda sentence: None)
             await bench.run(levels)
             return bench.levels
 
@@ -112,6 +119,23 @@ def test_another_client_of_the_ring_is_noticed(ring: EmulatedRing) -> None:
     (level,) = asyncio.run(both())
     assert any("3 finished requests where 2 came here" in fault for fault in level.faults)
     assert any(fault.startswith("stage 2") and "rows where" in fault for fault in level.faults)
+
+
+@dataclass(frozen=True)
+class Same:
+    """The same prompt for all, of three blocks of 64 and two ids."""
+
+    words: str = "one prompt"
+
+    def of(self, streams: int, request: int) -> tuple[int, ...]:
+        return tuple(range(3 * 64 + 2))
+
+
+def test_kept_prefixes_are_counted_and_change_no_answer(ring: EmulatedRing) -> None:
+    (level,) = measure(ring, 1, prompts=Same(), protocol=Protocol(tokens=8, least_requests=3))
+    assert level.faults == ()
+    assert level.reused_tokens == 2 * 3 * 64
+    assert [node.rows for node in level.nodes] == [3 * 64 + 2 + 7 + 2 * (2 + 7)] * 3
 
 
 async def _ask_once(ring: EmulatedRing) -> None:
