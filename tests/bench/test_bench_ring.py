@@ -168,9 +168,14 @@ def test_the_command_measures_a_ring_that_runs(ring: EmulatedRing, run: Run, tmp
     assert f"holds {SLOTS} streams at once" in done.err
 
 
-def test_a_table_has_a_line_a_level(ring: EmulatedRing, run: Run) -> None:
-    done = run("bench", "--endpoint", ring.endpoint.tcp, "--levels", "1", "--tokens", 2, "--requests", 1)
+def test_a_table_has_a_line_a_level_and_the_curve_is_drawn(
+    ring: EmulatedRing, run: Run, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    asked = ("--levels", "1", "--tokens", 2, "--requests", 1, "--plot", tmp_path / "curve.png")
+    done = run("bench", "--endpoint", ring.endpoint.tcp, *asked)
     assert done.code == 0, done.err
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     head, line = [line.split() for line in done.out.splitlines() if line.strip()]
     assert head[0] == "streams"
     assert line[0] == "1"
