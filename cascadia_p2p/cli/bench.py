@@ -33,7 +33,6 @@ from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.emulated.model import expected_answers
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.shards.files import write_whole
-from cascadia_p2p.simulate.placement import even_split
 from cascadia_p2p.simulate.plot import Curve, check_plot, draw
 from cascadia_p2p.simulate.published import NAME, published
 from cascadia_p2p.transport.curve import Keys
@@ -170,7 +169,7 @@ def _emulation(
     )
     promise = Promise(slots, config.context, config.rows)
     machines = profiled_machines(asked, promise)
-    fleet = machines.fleet(tuple(range(machines.count)), even_split(machines))
+    fleet = machines.fleet(tuple(range(machines.count)), machines.split)
     return Emulation.of(fleet, machines.reading.sizes.hidden, promise, args.time_scale)
 
 
