@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
+import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self, TypeAlias, TypedDict, Unpack, cast
 
@@ -33,10 +34,12 @@ from cascadia_p2p.transport.client_connection import AsyncClientConnection, Clie
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import (
+    AckRequest,
     CancelRequest,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
+    QueueNotice,
     StatusReply,
     StatusRequest,
     StreamPiece,
@@ -64,6 +67,14 @@ CONNECT_S: Final = 3.0
 
 KEY_VARIABLE: Final = "CASCADIA_KEY"
 """Environment variable that names a key file."""
+ACK_PIECES: Final = 64
+"""Pieces after which the head is told that they were read; it allows 256 that were not."""
+
+RETRY_S: Final = 1.0
+"""Pause before a request is repeated where the head names none, in seconds."""
+
+Queued: TypeAlias = Callable[[int], None]
+"""Told the place of a request that waits: 1 is next."""
 
 Messages: TypeAlias = Sequence[Mapping[str, object]]
 """A conversation: objects with `role` and `content`; see `wire.client.ChatMessage`."""
@@ -73,12 +84,17 @@ Prompt: TypeAlias = str | Sequence[int]
 
 
 class Options(TypedDict, total=False):
-    """How an answer ends; see `wire.client.GenerateRequest`."""
+    """How tokens are chosen and an answer ends; see `wire.client.GenerateRequest`."""
 
     max_tokens: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    logprobs: int | bool
 
 
 class ChatOptions(Options, total=False):
@@ -104,8 +120,8 @@ def _request(
         if name in fields:
             fields[name] = _listed(name, fields[name])
     if stream:
-        # By it the answer can be cancelled.
-        fields["id"] = secrets.token_hex(8)
+        # By it the answer can be cancelled, and read pieces be told.
+        fields |= {"id": secrets.token_hex(8), "acks": True}
     try:
         request = GenerateRequest.model_validate(fields)
     except ValidationError as error:
@@ -125,16 +141,73 @@ def _listed(name: str, value: object) -> tuple[object, ...]:
     return tuple(value)
 
 
-def _next(data: bytes, seq: int) -> StreamPiece | GenerateReply:
-    """The next of an answer's replies; pieces are numbered without a gap."""
-    reply = decode_reply(data)
-    if isinstance(reply, ErrorReply):
-        raise reply.to_error()
-    if not isinstance(reply, StreamPiece | GenerateReply):
-        raise WireError("the head answered a prompt with something else than an answer")
-    if reply.seq != seq:
-        raise WireError(f"the head sent piece {reply.seq} of the answer where piece {seq} was due")
-    return reply
+class _Flow:
+    """One answer in pieces as its reader sees it: what comes, in order, and what is to be said back."""
+
+    def __init__(self, request: GenerateRequest, on_queued: Queued | None) -> None:
+        self._id = request.id or ""
+        self._on_queued = on_queued
+        self._seq = 0
+        self.over = False
+        """The head has said its last word."""
+
+    def take(self, data: bytes) -> StreamPiece | GenerateReply | None:
+        """What a reply brings; None for a word of the queue. Pieces are numbered without a gap."""
+        reply = decode_reply(data)
+        if isinstance(reply, QueueNotice):
+            if self._on_queued is not None:
+                self._on_queued(reply.queued)
+            return None
+        if isinstance(reply, ErrorReply):
+            self.over = True
+            raise reply.to_error()
+        if not isinstance(reply, StreamPiece | GenerateReply):
+            raise WireError("the head answered a prompt with something else than an answer")
+        self._seq += 1
+        if reply.seq != self._seq:
+            raise WireError(f"the head sent piece {reply.seq} of the answer where piece {self._seq} was due")
+        self.over = isinstance(reply, GenerateReply)
+        return reply
+
+    def word(self) -> bytes | None:
+        """To be sent once the piece was read: every so often the head must know of it."""
+        return None if self._seq % ACK_PIECES else encode(AckRequest(id=self._id, seq=self._seq))
+
+    def cancel(self) -> bytes:
+        """To be sent when no more is wanted."""
+        return encode(CancelRequest(id=self._id))
+
+    def begun(self) -> bool:
+        """Whether a piece has come."""
+        return self._seq > 0
+
+
+class _Patience:
+    """How often a request that the head has no room for is asked again: as long as its time allows.
+
+    Args:
+        timeout_s: seconds; None for ever.
+        retry: False asks once.
+    """
+
+    def __init__(self, timeout_s: float | None, *, retry: bool) -> None:
+        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._retry = retry
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def pause_s(self, error: RequestError) -> float:
+        """Seconds to wait before the next try; raises the error when there is none."""
+        if error.code is not ErrorCode.OVERLOADED or not self._retry:
+            raise error
+        # All who were sent away together must not come back together.
+        pause = (error.retry_after_s or RETRY_S) * random.uniform(1.0, 1.3)
+        if self._end is not None and time.monotonic() + pause >= self._end:
+            raise error
+        return pause
 
 
 def _answer(data: bytes) -> GenerateReply:
@@ -266,6 +339,7 @@ class Client:
         key: file of the key that the fleet admits; by default the one that `CASCADIA_KEY` names, else
             `keys/FLEET.client.key` or `keys/FLEET.key` in the user's configuration directory. Not needed
             on the head's own machine.
+        retry: ask again, within the time limit, when the head has no room for the request (`overloaded`).
 
     All calls raise `UnreachableError` (nobody there, the head went away, time over) and `RequestError`
     (the head's own refusal; see `code`). None of them hangs when the head dies.
@@ -278,38 +352,42 @@ class Client:
         fleet: str = "cascadia",
         timeout_s: float | None = 600.0,
         key: str | Path | None = None,
+        retry: bool = True,
     ) -> None:
         self._key = key
         self._given = Endpoint.parse(endpoint) if isinstance(endpoint, str) else endpoint
         self._fleet = fleet
         self._timeout_s = timeout_s
+        self._retry = retry
         self._connection: ClientConnection | None = None
         self._streaming = False
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
-        """The greedy continuation of `prompt` (text, or token ids)."""
-        return _answer(self._ask(_request(prompt, None, cast(ChatOptions, options))))
+        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
+        return self._answer(_request(prompt, None, cast(ChatOptions, options)))
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:
         """The model's answer to a conversation."""
-        return _answer(self._ask(_request(None, messages, options)))
+        return self._answer(_request(None, messages, options))
 
     def stream(
         self,
         prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
+        on_queued: Queued | None = None,
         **options: Unpack[ChatOptions],
     ) -> Stream:
         """The answer to a prompt, or to a conversation, as it comes; it is asked for with the first piece.
 
-        Nothing else can be asked before the answer is complete or closed.
+        Nothing else can be asked before the answer is complete or closed. `on_queued` hears the request's
+        place while it waits.
         """
-        return Stream(self._pieces(_request(prompt, messages, options, stream=True)))
+        return Stream(self._pieces(_request(prompt, messages, options, stream=True), on_queued))
 
     def status(self) -> dict[str, JsonValue]:
         """What the head knows of the ring."""
-        return _status(self._ask(StatusRequest()))
+        return _status(self._ask(StatusRequest(), self._timeout_s))
 
     def close(self) -> None:
         """Hang up; the head cancels what it still does for this client."""
@@ -323,38 +401,56 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ask(self, message: Message) -> bytes:
+    def _answer(self, request: GenerateRequest) -> GenerateReply:
+        patience = _Patience(self._timeout_s, retry=self._retry)
+        while True:
+            try:
+                return _answer(self._ask(request, patience.left_s))
+            except RequestError as error:
+                time.sleep(patience.pause_s(error))
+
+    def _ask(self, message: Message, timeout_s: float | None) -> bytes:
         connection = self._connected()
         try:
-            return connection.request(encode(message), self._timeout_s)
+            return connection.request(encode(message), timeout_s)
         except BaseException:
             # A head that was found may be another one next time.
             self.close()
             raise
 
-    def _pieces(self, request: GenerateRequest) -> Generator[StreamPiece, None, GenerateReply]:
+    def _pieces(
+        self, request: GenerateRequest, on_queued: Queued | None
+    ) -> Generator[StreamPiece, None, GenerateReply]:
+        patience = _Patience(self._timeout_s, retry=self._retry)
+        while True:
+            flow = _Flow(request, on_queued)
+            try:
+                return (yield from self._flow(flow, request))
+            except RequestError as error:
+                if flow.begun():
+                    raise
+                time.sleep(patience.pause_s(error))
+
+    def _flow(self, flow: _Flow, request: GenerateRequest) -> Generator[StreamPiece, None, GenerateReply]:
         connection = self._connected()
         self._streaming = True
-        over = False
         try:
             tag = connection.send(encode(request))
-            for seq in itertools.count(1):
-                reply = _next(connection.receive(tag, self._timeout_s), seq)
+            while True:
+                reply = flow.take(connection.receive(tag, self._timeout_s))
                 if isinstance(reply, GenerateReply):
-                    over = True
                     return reply
-                yield reply
-            raise AssertionError
-        except RequestError:
-            over = True
-            raise
+                if reply is not None:
+                    yield reply
+                    if (word := flow.word()) is not None:
+                        connection.post(word)
         except UnreachableError:
             # A head that was found may be another one next time.
             self.close()
             raise
         finally:
             self._streaming = False
-            if not over:
+            if not flow.over:
                 connection.hang_up()
 
     def _connected(self) -> ClientConnection:
@@ -375,6 +471,7 @@ class AsyncClient:
         fleet: as for `Client`.
         timeout_s: as for `Client`.
         key: as for `Client`.
+        retry: as for `Client`.
     """
 
     def __init__(
@@ -384,35 +481,38 @@ class AsyncClient:
         fleet: str = "cascadia",
         timeout_s: float | None = 600.0,
         key: str | Path | None = None,
+        retry: bool = True,
     ) -> None:
         self._key = key
         self._given = Endpoint.parse(endpoint) if isinstance(endpoint, str) else endpoint
         self._fleet = fleet
         self._timeout_s = timeout_s
+        self._retry = retry
         self._connection: AsyncClientConnection | None = None
         self._finding = asyncio.Lock()
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
-        """The greedy continuation of `prompt` (text, or token ids)."""
-        return _answer(await self._ask(_request(prompt, None, cast(ChatOptions, options))))
+        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
+        return await self._answer(_request(prompt, None, cast(ChatOptions, options)))
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:
         """The model's answer to a conversation."""
-        return _answer(await self._ask(_request(None, messages, options)))
+        return await self._answer(_request(None, messages, options))
 
     def stream(
         self,
         prompt: Prompt | None = None,
         *,
         messages: Messages | None = None,
+        on_queued: Queued | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncStream:
-        """The answer to a prompt, or to a conversation, as it comes; it is asked for with the first piece."""
-        return AsyncStream(self._pieces(_request(prompt, messages, options, stream=True)))
+        """As of `Client`, beside others."""
+        return AsyncStream(self._pieces(_request(prompt, messages, options, stream=True), on_queued))
 
     async def status(self) -> dict[str, JsonValue]:
         """What the head knows of the ring."""
-        return _status(await self._ask(StatusRequest()))
+        return _status(await self._ask(StatusRequest(), self._timeout_s))
 
     async def close(self) -> None:
         """Hang up; the head cancels what it still does for this client."""
@@ -426,26 +526,48 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _ask(self, message: Message) -> bytes:
-        async with self._through_connection() as connection:
-            return await connection.request(encode(message), self._timeout_s)
+    async def _answer(self, request: GenerateRequest) -> GenerateReply:
+        patience = _Patience(self._timeout_s, retry=self._retry)
+        while True:
+            try:
+                return _answer(await self._ask(request, patience.left_s))
+            except RequestError as error:
+                await asyncio.sleep(patience.pause_s(error))
 
-    async def _pieces(self, request: GenerateRequest) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
+    async def _ask(self, message: Message, timeout_s: float | None) -> bytes:
+        async with self._through_connection() as connection:
+            return await connection.request(encode(message), timeout_s)
+
+    async def _pieces(
+        self, request: GenerateRequest, on_queued: Queued | None
+    ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
+        patience = _Patience(self._timeout_s, retry=self._retry)
+        while True:
+            flow = _Flow(request, on_queued)
+            try:
+                async with contextlib.aclosing(self._flow(flow, request)) as replies:
+                    async for reply in replies:
+                        yield reply
+                return
+            except RequestError as error:
+                if flow.begun():
+                    raise
+                await asyncio.sleep(patience.pause_s(error))
+
+    async def _flow(
+        self, flow: _Flow, request: GenerateRequest
+    ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
         async with self._through_connection() as connection:
             exchange = await connection.exchange(encode(request))
-            over = False
             try:
-                for seq in itertools.count(1):
-                    reply = _next(await exchange.receive(self._timeout_s), seq)
-                    over = isinstance(reply, GenerateReply)
-                    yield reply
-                    if over:
-                        return
-            except RequestError:
-                over = True
-                raise
+                while not flow.over:
+                    reply = flow.take(await exchange.receive(self._timeout_s))
+                    if reply is not None:
+                        yield reply
+                        if not flow.over and (word := flow.word()) is not None:
+                            exchange.post(word)
             finally:
-                exchange.end(None if over else encode(CancelRequest(id=request.id or "")))
+                exchange.end(None if flow.over else flow.cancel())
 
     @contextlib.asynccontextmanager
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:

@@ -125,6 +125,12 @@ class Limits(_Section):
     settle_s: _Seconds = Field(1.0, description="quiet time without a newcomer before shards are assigned")
     alone_s: _Seconds = Field(10.0, description="time alone after which a node says so")
     queue_wait_s: _Seconds = Field(600.0, description="longest wait of a request in the queue")
+    recovery_s: _Seconds = Field(
+        900.0, description="longest wait of a request for a lost node, or another in its place"
+    )
+    drain_s: _Seconds = Field(
+        60.0, description="longest time that a node which is asked to end goes on with what runs"
+    )
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> Self:
@@ -175,6 +181,9 @@ class Config(_Section):
     )
     slots: int = Field(16, ge=1, le=4096, description="streams at once")
     context: int = Field(2048, ge=1, le=1 << 24, description="positions a stream, at most the model's own")
+    prefixes: int = Field(
+        16, ge=0, le=65535, description="prompts' beginnings to keep for later requests; 0 keeps none"
+    )
     rows: int = Field(64, ge=1, le=4096, description="rows a frame")
     queue: int = Field(256, ge=0, le=1_000_000, description="requests that may wait")
     threads: int = Field(

@@ -37,7 +37,6 @@ from cascadia_p2p.compiled.simd import LANES, add, fma, load, splat, total
 from cascadia_p2p.engine.kernels.attention import Attention, AttentionSizes, AttentionWeights
 from cascadia_p2p.engine.kernels.blocks import BLOCK, NUMBER_BYTES, Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
-from cascadia_p2p.engine.slots import block_table
 
 F32 = npt.NDArray[np.float32]
 HEADS: Final = 64
@@ -144,7 +143,7 @@ class Layer:
             0.1 * rng.standard_normal((RANKS, extent), np.float32),
         )
         kept = positions + ROWS[-1] if window is None else window + 16 + ROWS[-1]
-        table = block_table(1, -(-kept // BLOCK) * BLOCK)
+        table = np.arange(-(-kept // BLOCK), dtype=np.int32)[None]
         self._attention = Attention(sizes, weights, table, 16, 1e-6, (8192.0, 0.1), storage)
         self._widths = (HEADS * DIM, width, width, HEADS * RANKS)
         # To append so many positions by prefill would take minutes.

@@ -42,6 +42,7 @@ from cascadia_p2p.wire.frames import (
     FrameKind,
     FrameLimits,
     Table,
+    alternative_table,
     decode_header,
     encode_header,
     record_table,
@@ -74,13 +75,13 @@ class Nothing:
         self.returned.append(time.perf_counter_ns())
         return rows
 
-    def tokens(self, segments: Table, hidden: np.ndarray) -> Table:
+    def tokens(self, segments: Table, hidden: np.ndarray) -> tuple[Table, Table]:
         """Token 1 for each segment."""
         records = record_table(len(segments))
         records["stream"] = segments["stream"]
         records["position"] = segments["start"] + segments["rows"]
         records["token"] = 1
-        return records
+        return records, alternative_table()
 
     def reset(self) -> None:
         """Nothing is held."""
@@ -334,8 +335,8 @@ def scheduler_pieces(stage: Nothing, repeats: int) -> dict[str, float]:
         spent["schedule"].append(time.perf_counter_ns() - started)
         if plan is None:
             raise SystemExit("the scheduler made no frame")
-        records = stage.tokens(plan.segments, plan.tokens)
-        spent["on_tokens"].append(clocked(lambda: conductor.on_tokens(plan.number, records)))  # noqa: B023
+        answer = stage.tokens(plan.segments, plan.tokens)
+        spent["on_tokens"].append(clocked(lambda: conductor.on_tokens(plan.number, *answer)))  # noqa: B023
     return medians(spent)
 
 

@@ -22,6 +22,8 @@ FORBIDDEN = {
     "transport": {"zeroconf", "openvino", "numba", "ifaddr"},
     "discovery": {"zmq", "openvino", "numba"},
     "planning": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib"},
+    "simulate": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "time"},
+    "workload": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr", "psutil", "pathlib", "time"},
     "keys": {"zmq", "zeroconf", "openvino", "numba", "asyncio", "ifaddr"},
 }
 """Libraries that a package must not know."""
@@ -52,6 +54,12 @@ ALLOWED = {
     },
     "sample": {"errors", "types", "models"},
     "local": {"errors", "types"},
+    "bench": {
+        *("errors", "types", "wire", "client", "node", "local", "simulate", "workload"),
+        *("models", "matrices", "shards", "planning"),
+    },
+    "workload": {"errors"},
+    "simulate": {"errors", "types", "wire", "ring", "planning", "models", "engine", "workload"},
 }
 """Our own packages that a package may import, beside itself; `node` and `cli` see everything."""
 

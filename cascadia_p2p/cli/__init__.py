@@ -15,6 +15,7 @@ from typing import Final
 
 from cascadia_p2p import __version__
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.logs import configure_logs
 
 __all__ = ["main"]
 
@@ -28,7 +29,9 @@ COMMANDS: Final = {
     "status": "show the ring, its nodes and what is missing",
     "profile": "measure how fast this PC computes its shard",
     "plan": "say which PC takes which layers, what that needs, and how fast it will be",
+    "simulate": "run the scheduler on a fleet of which only times are known",
     "doctor": "look at this PC, its network and its fleet, and say what to do",
+    "bench": "measure how fast the ring serves many streams at once",
     "demo": "run a whole ring on this machine and ask it one question",
 }
 """Name and one line of help; each is the module of that name with `configure(parser)` and `run(args)`."""
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(arguments).parse_args(arguments)
+        # Commands that have more to tell than errors say so themselves.
+        configure_logs("console", "error")
         code: int = importlib.import_module(f"cascadia_p2p.cli.{args.command}").run(args)
         # What is only written while the interpreter shuts down can not fail in words.
         sys.stdout.flush()

@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from cascadia_p2p.cli.generate import add_answer_flags, answer_options
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, read_messages, tell_if_waiting
+from cascadia_p2p.cli.terminal import (
+    AnswerPrinter,
+    forgive_encodings,
+    print_scores,
+    read_messages,
+    tell_if_waiting,
+    tell_place,
+)
 from cascadia_p2p.client import ChatOptions, Client, GenerateReply
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
-from cascadia_p2p.logs import configure_logs
 
 PROMPT = "> "
 COMMANDS = ("/reset", "/help")
@@ -36,7 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ask each message that is typed or piped, until there is none; 130 when Ctrl-C ended it."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
     with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
         converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))
@@ -177,7 +182,9 @@ class Talk:
         printer = AnswerPrinter(sys.stdout, reasoning=self._reasoning)
         text = ""
         try:
-            with self._client.stream(messages=self._history.messages(question), **self._options) as answer:
+            with self._client.stream(
+                messages=self._history.messages(question), on_queued=tell_place, **self._options
+            ) as answer:
                 for piece in answer:
                     text += piece.text or ""
                     printer.show(piece)
@@ -190,6 +197,7 @@ class Talk:
                 printer.end()
             raise
         printer.end()
+        print_scores(answer.reply, sys.stderr)
         usage = answer.reply.usage
         self._history.add(question, text, usage.prompt_tokens + usage.completion_tokens)
         self._tell_end(answer.reply)

@@ -6,11 +6,16 @@ import argparse
 import sys
 from typing import cast
 
-from cascadia_p2p.cli.terminal import AnswerPrinter, forgive_encodings, tell_if_waiting
+from cascadia_p2p.cli.terminal import (
+    AnswerPrinter,
+    forgive_encodings,
+    print_scores,
+    tell_if_waiting,
+    tell_place,
+)
 from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UsageError
-from cascadia_p2p.logs import configure_logs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +57,27 @@ def add_answer_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> Non
         metavar="X",
         help="how much to reason: 0.0 to 0.99, or none, low, medium, high, max",
     )
+    parser.add_argument(
+        "--temperature",
+        type=_real,
+        metavar="X",
+        help="draw tokens by chance; 0 takes the likeliest (default)",
+    )
+    parser.add_argument(
+        "--top-k", type=_whole, metavar="N", help="draw among the N likeliest tokens only; 0 for all"
+    )
+    parser.add_argument(
+        "--top-p", type=_real, metavar="X", help="draw among the likeliest tokens of this share only: 0.9"
+    )
+    parser.add_argument(
+        "--seed", type=_whole, metavar="N", help="with the same seed the same tokens are drawn"
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=_whole,
+        metavar="N",
+        help="print each token's log probability to stderr, and the N likeliest tokens: 0 to 20",
+    )
 
 
 def answer_options(args: argparse.Namespace) -> ChatOptions:
@@ -64,13 +90,15 @@ def answer_options(args: argparse.Namespace) -> ChatOptions:
             options["reasoning_effort"] = float(args.reasoning_effort)
         except ValueError:
             options["reasoning_effort"] = args.reasoning_effort
+    for name in ("temperature", "top_k", "top_p", "seed", "logprobs"):
+        if (value := getattr(args, name)) is not None:
+            options[name] = value
     return options
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and print the text (token ids when the model has no tokenizer)."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     forgive_encodings()
     prompt, options = _prompt(args), answer_options(args)
     if args.stop_token_ids:
@@ -82,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
         tell_if_waiting(client)
         if args.stream:
             _print_pieces(
-                client.stream(None if messages else prompt, messages=messages, **options), args.json
+                client.stream(
+                    None if messages else prompt, messages=messages, on_queued=tell_place, **options
+                ),
+                args.json,
             )
             return 0
         reply = (
@@ -93,7 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(reply.model_dump_json(exclude_none=True))
     else:
-        print(reply.text if reply.text is not None else ",".join(map(str, reply.token_ids)))
+        print(reply.text if reply.text is not None else ",".join(map(str, reply.token_ids)), flush=True)
+        print_scores(reply, sys.stderr)
     return 0
 
 
@@ -116,6 +148,7 @@ def _print_pieces(answer: Stream, as_json: bool) -> None:
         print(answer.reply.model_dump_json(exclude_none=True))
     else:
         printer.end()
+        print_scores(answer.reply, sys.stderr)
 
 
 def _messages(args: argparse.Namespace, prompt: Prompt) -> list[dict[str, object]] | None:
@@ -153,3 +186,17 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of 1 or more")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None

@@ -33,6 +33,7 @@ FLAGS = (
     "cache",
     "slots",
     "context",
+    "prefixes",
     "rows",
     "queue",
     "threads",
@@ -93,13 +94,20 @@ async def _live(config: Config, while_stdin_open: bool) -> int:
     node: Node | None = None
     stopped = ""
 
-    def leave(reason: str) -> None:
+    def stop(reason: str) -> bool:
         nonlocal stopped
         stopped = stopped or reason
-        if node is not None:
+        return node is not None
+
+    def drain() -> None:
+        if stop(INTERRUPT) and node is not None:
+            node.drain(INTERRUPT)
+
+    def leave(reason: str) -> None:
+        if stop(reason) and node is not None:
             node.leave(reason)
 
-    with _on_signals(lambda: leave(INTERRUPT)):
+    with _on_signals(drain):
         if while_stdin_open:
             _on_end_of_input(lambda: leave("its starter has ended"))
         ending, loaded = Ending.MOVED, None

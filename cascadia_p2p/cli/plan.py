@@ -57,7 +57,7 @@ _ROLES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
+class Subject:
     """What is planned for: a model, how its parts are stored, and the split if it is exported already."""
 
     config: ModelConfig
@@ -107,7 +107,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help="measured nodes"
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    add_flags(parser, "device", "cache", "context", "slots", "rows")
+    add_flags(parser, "device", "cache", "context", "slots", "prefixes", "rows")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,10 +118,10 @@ def run(args: argparse.Namespace) -> int:
         CascadiaError: a flag is wrong, or a file can not be read.
     """
     config = load_config(flags_of(args), file=args.config)
-    subject = _read_subject(source_path(args.source, lambda note: print(note, file=sys.stderr)))
+    subject = read_subject(source_path(args.source, lambda note: print(note, file=sys.stderr)))
     footprint = _footprint(args, config, subject)
     sizes = model_sizes(subject.config)
-    promise = Promise(config.slots, min(config.context, sizes.context), config.rows)
+    promise = Promise(config.slots, min(config.context, sizes.context), config.rows, config.prefixes)
     measured = _measured(args)
     demand = Demand(promise, footprint, reserve=max([RESERVE, *(each.overhead_bytes for each in measured)]))
     streams = promise.slots if args.streams is None else args.streams
@@ -145,7 +145,13 @@ def run(args: argparse.Namespace) -> int:
 # --- what is asked ------------------------------------------------------------------------------------------
 
 
-def _read_subject(source: Path) -> _Subject:
+def read_subject(source: Path) -> Subject:
+    """The model at a path: a checkpoint, an export, a config or manifest alone, or a GGUF file.
+
+    Raises:
+        UsageError: there is none.
+        CheckpointError: it can not be read.
+    """
     if source.suffix == ".gguf" and source.is_file():
         return _unexported(source)
     path = source
@@ -161,7 +167,7 @@ def _read_subject(source: Path) -> _Subject:
     content = read_json_object(path)
     if "format" in content and "split" in content:
         manifest = Manifest.load(path.parent)
-        return _Subject(
+        return Subject(
             manifest.model_config_of(), _exported_forms(path.parent, manifest), tuple(manifest.split)
         )
     generation = path.parent / "generation_config.json"
@@ -169,10 +175,10 @@ def _read_subject(source: Path) -> _Subject:
         _, config = read_config(content, read_json_object(generation) if generation.is_file() else None)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return _Subject(config, {part: DEFAULT.of(role) for part, role in _ROLES.items()})
+    return Subject(config, {part: DEFAULT.of(role) for part, role in _ROLES.items()})
 
 
-def _unexported(source: Path) -> _Subject:
+def _unexported(source: Path) -> Subject:
     """A GGUF file, in the forms that it would be exported to."""
     with open_source(source) as checkpoint:
         model = checkpoint.model()
@@ -185,7 +191,7 @@ def _unexported(source: Path) -> _Subject:
                     counts[part][encoding] += math.prod(tensor.shape)
         usual = {part: checkpoint.encodings.of(role) for part, role in _ROLES.items()}
     found = {part: max(count, key=count.__getitem__) for part, count in counts.items() if count}
-    return _Subject(model.config, usual | found)
+    return Subject(model.config, usual | found)
 
 
 def _exported_forms(directory: Path, manifest: Manifest) -> dict[str, Encoding]:
@@ -196,7 +202,7 @@ def _exported_forms(directory: Path, manifest: Manifest) -> dict[str, Encoding]:
     return asked
 
 
-def _footprint(args: argparse.Namespace, config: Config, subject: _Subject) -> Footprint:
+def _footprint(args: argparse.Namespace, config: Config, subject: Subject) -> Footprint:
     on_cpu = config.device == "CPU"
     backend = args.backend or ("kernels" if on_cpu else "openvino")
     if backend == "kernels" and not on_cpu:

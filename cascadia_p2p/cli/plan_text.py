@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
+from cascadia_p2p.engine.memory import in_words
 from cascadia_p2p.models.sizes import Part
 from cascadia_p2p.planning.machine import GIB, GpuMemory, gb, gib, is_as_sold
 from cascadia_p2p.planning.plan import Option, Plan, PlannedStage
@@ -63,6 +64,12 @@ def _headlines(plan: Plan, memory: str | None) -> list[str]:
         f"{promise.slots} slots of {promise.context} positions, keys and values in {footprint.cache}, "
         f"{promise.rows} rows a frame",
     ]
+    if promise.kept:
+        most = max(stage.need.prefix for stage in plan.stages)
+        lines.append(
+            f"{promise.kept} kept prefixes, each {in_words(most)} on the node that needs most for it, beside "
+            "blocks that it shares with slots"
+        )
     if len({stage.machine.shown for stage in plan.stages}) == 1:
         lines.append(_machine(plan.stages[0], memory))
     return lines

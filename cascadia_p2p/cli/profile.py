@@ -17,7 +17,6 @@ from rich.table import Table
 from cascadia_p2p.config import Config, add_flags, find_model, flags_of, load_config
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.identity import make_state_root
-from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.types import Promise
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
         CascadiaError: a flag is wrong, the shard can not be loaded, or the profile can not be written.
     """
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     counts = _counts(args.counts)
     # The engine takes seconds to import: flags are judged before.
     from cascadia_p2p.node.profiles import profile_path, write_profile

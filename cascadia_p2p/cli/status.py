@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
 
 import orjson
@@ -16,7 +17,6 @@ from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes_sync
 from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError, UsageError, WireError
 from cascadia_p2p.keys.places import find_client_key
-from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
@@ -26,21 +26,32 @@ ANSWER_S = 3.0
 WORK_S = 1.0
 """How long each node has to say where its time goes, in seconds."""
 
+SLOW = 1.5
+"""Times what the other stages take, from which on a stage is named."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Give the command its flags."""
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=ANSWER_S, metavar="SECONDS", help=f"for an answer ({ANSWER_S:g})"
+    )
+    parser.add_argument(
+        "--peer", metavar="HOST:PORT", help="control address of any node; asked in place of looking for one"
+    )
     add_flags(parser, "endpoint", "fleet", "key")
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask the head, or any node while there is no head, and print what it knows."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
+    if args.peer is not None and config.endpoint is not None:
+        raise UsageError("give --endpoint or --peer, not both")
     key = find_client_key(config.fleet, key=config.key)
     # A client's key opens the client port only.
     keys = None if key is None or key.client is not None else Keys(key.pair, key.server)
-    body = _with_work(_ask(config, keys), keys)
+    peer = None if args.peer is None else Endpoint.parse(args.peer)
+    body = _with_work(_ask(config, keys, peer, args.timeout), keys)
     if args.json:
         sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     else:
@@ -72,15 +83,27 @@ async def _ask_one(node: dict[str, JsonValue], keys: Keys | None) -> dict[str, J
         return {}
 
 
-def _ask(config: Config, keys: Keys | None) -> dict[str, JsonValue]:
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+    return value
+
+
+def _ask(config: Config, keys: Keys | None, peer: Endpoint | None, timeout_s: float) -> dict[str, JsonValue]:
+    if peer is not None:
+        return asyncio.run(ask_node(peer, timeout_s, keys))
     if config.endpoint is not None:
-        return _ask_endpoint(config.endpoint, config, keys)
+        return _ask_endpoint(config.endpoint, config, keys, timeout_s)
     found = find_nodes_sync(config.fleet)
     refusal: NotAdmittedError | None = None
     for each in found:
         for client in each.clients:
             try:
-                return _ask_head(client, config)
+                return _ask_head(client, config, timeout_s)
             except NotAdmittedError as error:
                 refusal = error
             except (UnreachableError, WireError):
@@ -88,7 +111,7 @@ def _ask(config: Config, keys: Keys | None) -> dict[str, JsonValue]:
     for each in found:
         for control in each.endpoints:
             try:
-                return asyncio.run(ask_node(control, ANSWER_S, keys))
+                return asyncio.run(ask_node(control, timeout_s, keys))
             except NotAdmittedError as error:
                 refusal = error
             except UnreachableError:
@@ -101,19 +124,21 @@ def _ask(config: Config, keys: Keys | None) -> dict[str, JsonValue]:
     )
 
 
-def _ask_endpoint(endpoint: Endpoint, config: Config, keys: Keys | None) -> dict[str, JsonValue]:
+def _ask_endpoint(
+    endpoint: Endpoint, config: Config, keys: Keys | None, timeout_s: float
+) -> dict[str, JsonValue]:
     """A head's client port, or any node's control port."""
     try:
-        return _ask_head(endpoint, config)
+        return _ask_head(endpoint, config, timeout_s)
     except (RequestError, NotAdmittedError) as error:
         # So a control port answers what clients ask: in words, or by its lock.
         if isinstance(error, NotAdmittedError) and keys is None:
             raise
-        return asyncio.run(ask_node(endpoint, ANSWER_S, keys))
+        return asyncio.run(ask_node(endpoint, timeout_s, keys))
 
 
-def _ask_head(endpoint: Endpoint, config: Config) -> dict[str, JsonValue]:
-    with Client(endpoint, fleet=config.fleet, timeout_s=ANSWER_S, key=config.key) as client:
+def _ask_head(endpoint: Endpoint, config: Config, timeout_s: float) -> dict[str, JsonValue]:
+    with Client(endpoint, fleet=config.fleet, timeout_s=timeout_s, key=config.key) as client:
         return client.status()
 
 
@@ -136,6 +161,8 @@ def _show(body: dict[str, JsonValue]) -> None:
     for node in _in_order(body):
         if node.get("claim") in ("loaded", "serving"):
             console.print(_work(node), markup=False, soft_wrap=True)
+    for sentence in _ring_words(body):
+        console.print(sentence, markup=False, soft_wrap=True)
     requests = body.get("requests")
     if isinstance(requests, dict):
         console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
@@ -187,6 +214,39 @@ def _work(node: dict[str, JsonValue]) -> str:
         f"{parts}; busy {work.busy_s / whole:.0%}, waiting {work.wait_s / whole:.0%}, "
         f"sending {work.send_s / whole:.0%}"
     )
+
+
+def _ring_words(body: dict[str, JsonValue]) -> list[str]:
+    """How long a frame takes round the ring, and which stage holds the others up."""
+    placed = {str(row.get("node")) for row in _rows(body, "stages")}
+    works = [
+        (node, work)
+        for node in _in_order(body)
+        if str(node.get("node")) in placed
+        and (work := read_work(node.get("work"))) is not None
+        and work.frames
+    ]
+    if len(works) < 2 or len(works) < len(placed):
+        return []
+    each = [1e3 * work.busy_s / work.frames for _, work in works]
+    words = []
+    counted = body.get("data_thread")
+    round_ms = counted.get("round_ms") if isinstance(counted, dict) else None
+    if isinstance(round_ms, float):
+        hop = max(0.0, round_ms - sum(each[1:])) / len(works)
+        words.append(
+            f"round the ring: {round_ms:.2f} ms from the head to its tokens, {sum(each[1:]):.2f} of them in "
+            f"the other stages; {hop:.2f} ms a hop, with what frames wait for one another"
+        )
+    slowest = max(range(len(each)), key=each.__getitem__)
+    usual = statistics.median(each[:slowest] + each[slowest + 1 :])
+    if each[slowest] > SLOW * usual:
+        node = works[slowest][0]
+        words.append(
+            f"stage {slowest} ({node.get('host')}/{str(node.get('node'))[:8]}) is the slowest: "
+            f"{each[slowest]:.2f} ms a frame where the others take {usual:.2f}: the ring is no faster than it"
+        )
+    return words
 
 
 def _engine(node: dict[str, JsonValue]) -> str:

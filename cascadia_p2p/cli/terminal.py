@@ -10,9 +10,17 @@ import sys
 from collections.abc import Iterator
 from typing import Final, TextIO
 
-from cascadia_p2p.client import Client, StreamPiece
+from cascadia_p2p.client import Client, GenerateReply, StreamPiece
+from cascadia_p2p.wire.client import ScoredToken
 
-__all__ = ["AnswerPrinter", "forgive_encodings", "read_messages"]
+__all__ = [
+    "AnswerPrinter",
+    "forgive_encodings",
+    "print_scores",
+    "read_messages",
+    "tell_if_waiting",
+    "tell_place",
+]
 
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
@@ -35,7 +43,9 @@ class AnswerPrinter:
         self._dim = False
 
     def show(self, piece: StreamPiece) -> None:
-        """Print what a piece adds."""
+        """Print what a piece adds; a notice goes to standard error."""
+        if piece.notice is not None:
+            print(f"\n{self._harmless(piece.notice)}", file=sys.stderr, flush=True)
         if piece.reasoning and self._reasoning:
             self._write(("" if self._dim else _DIM) + self._harmless(piece.reasoning))
             self._dim = True
@@ -65,6 +75,18 @@ class AnswerPrinter:
         self._out.flush()
 
 
+def print_scores(reply: GenerateReply, out: TextIO) -> None:
+    """Print a line a token, if logprobs were asked for: its own, its text, and the likeliest in its place."""
+    for score in reply.logprobs or ():
+        named = "".join(f"  {each.logprob:.4f} {_named(each)}" for each in score.top_logprobs or ())
+        print(f"{score.logprob:9.4f} {_named(score)}" + (f"  |{named}" if named else ""), file=out)
+
+
+def _named(token: ScoredToken) -> str:
+    # Quoted, so that white space shows and control characters do nothing.
+    return str(token.token_id) if token.token is None else repr(token.token)
+
+
 def forgive_encodings() -> None:
     """Let no character that a terminal or pipe can not carry end a command."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -80,6 +102,13 @@ def tell_if_waiting(client: Client) -> None:
         print(
             f"the ring is not open yet: it waits for {missing}; the answer comes when it is", file=sys.stderr
         )
+
+
+def tell_place(place: int) -> None:
+    """Say on standard error how many requests are answered first."""
+    before = {1: "it is the next one", 2: "one request is before it"}
+    words = before.get(place, f"{place - 1} requests are before it")
+    print(f"the ring is busy: the request waits for a free slot, {words}", file=sys.stderr, flush=True)
 
 
 def read_messages(prompt: str) -> Iterator[str]:

@@ -84,7 +84,7 @@ def _check_shard(
         f"shard {shard} of {reader.manifest.shards} in {directory}: {layers}, {gb(reader.nbytes)}, {how}",
         facts={"shard": shard, "bytes": reader.nbytes, "fingerprint": reader.manifest.fingerprint},
     )
-    promise = Promise(config.slots, min(config.context, reader.config.context), config.rows)
+    promise = Promise(config.slots, min(config.context, reader.config.context), config.rows, config.prefixes)
     footprint = shard_footprint(reader, config.device, config.cache)
     yield from check_need(shard, partial(stage_need, reader, footprint=footprint), promise, available)
 

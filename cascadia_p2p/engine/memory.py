@@ -10,7 +10,7 @@ import psutil
 
 from cascadia_p2p.engine.footprint import EMBEDDING, EXACT, Backend, Footprint, StoredShard, tensor_bytes
 from cascadia_p2p.engine.kernels.blocks import BLOCK
-from cascadia_p2p.engine.slots import cached_positions
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.models.sizes import CacheSizes, LayerSizes, Matrices, ModelSizes, Part
 from cascadia_p2p.types import Promise
@@ -27,6 +27,8 @@ the sum of codes that 32 of them share."""
 _MEMBERS: Final = (Part.ROUTED, Part.SHARED, Part.DENSE)
 _HALF: Final = "--cache bf16"
 _PRODUCT_OVERHEAD: Final = 2**20
+_DRAWING: Final = 9
+"""Bytes for each token of the vocabulary that drawing one needs: see `engine.kernels.sampling.Scratch`."""
 """What OpenVINO keeps for one compiled product besides weights and results; 0.5 MiB were measured."""
 
 
@@ -37,10 +39,12 @@ class MemoryNeed:
     Args:
         weights: as the backend keeps them: its own copy, or the pages of the mapped files. The embedding, of
             which only single rows are read, is not counted.
-        caches: keys, values and histories of the promised slots at the promised context.
+        caches: keys, values and histories of the promised slots at the promised context, and of what kept
+            prefixes need beside them.
         buffers: results of products, and what the runtime keeps for each of them.
         reserve: for everything else.
         mapped: how much of the weights are pages of mapped files.
+        prefixes: how much of the caches is there for kept prefixes.
     """
 
     weights: int
@@ -48,6 +52,7 @@ class MemoryNeed:
     buffers: int
     reserve: int = RESERVE
     mapped: int = 0
+    prefixes: int = 0
 
     @property
     def total(self) -> int:
@@ -71,10 +76,23 @@ def shard_weights(shard: StoredShard, backend: Backend) -> int:
 
 
 def cache_bytes(cache: CacheSizes, promise: Promise, rewind: int, footprint: Footprint = EXACT) -> int:
-    """Bytes of one layer's keys, values and histories for all promised slots."""
-    positions = cached_positions(promise, cache.window, rewind)
+    """Bytes of one layer's keys, values and histories for all promised slots and kept prefixes."""
+    geometry = Geometry.of(promise, cache.window, rewind)
     history = _F32 * max(cache.taps - 1 + rewind, 0) * cache.channels
-    return promise.slots * (positions * footprint.position_bytes(cache) + history)
+    # One block is nobody's.
+    positions = BLOCK + promise.slots * geometry.positions
+    slots = positions * footprint.position_bytes(cache) + promise.slots * history
+    return slots + promise.kept * prefix_bytes(cache, promise, rewind, footprint)
+
+
+def prefix_bytes(cache: CacheSizes, promise: Promise, rewind: int, footprint: Footprint = EXACT) -> int:
+    """Bytes that one layer holds for each kept prefix, beside the blocks that prefixes and slots share.
+
+    Of a layer with a window these are the keys and values that rows behind the prefix look back to; of any
+    layer the inputs that its convolutions look back to.
+    """
+    positions = Geometry.of(promise, cache.window, rewind).kept_blocks() * BLOCK
+    return positions * footprint.position_bytes(cache) + _F32 * max(cache.taps - 1, 0) * cache.channels
 
 
 def buffer_bytes(layer: LayerSizes, promise: Promise, backend: Backend) -> int:
@@ -85,10 +103,11 @@ def buffer_bytes(layer: LayerSizes, promise: Promise, backend: Backend) -> int:
 
 
 def head_buffer_bytes(head: Matrices, promise: Promise, backend: Backend) -> int:
-    """Bytes of what the vocabulary head's product holds beside its weights."""
+    """Bytes of what the vocabulary head's product, and the drawing of tokens, hold beside its weights."""
+    drawing = _DRAWING * head.rows
     if backend is Backend.KERNELS:
-        return round(promise.rows * (_F32 * head.rows + _ENTERING * head.columns))
-    return products_bytes(head.rows, 1, promise)
+        return drawing + round(promise.rows * (_F32 * head.rows + _ENTERING * head.columns))
+    return drawing + products_bytes(head.rows, 1, promise)
 
 
 def stage_buffer_bytes(sizes: ModelSizes, promise: Promise, backend: Backend) -> int:
@@ -136,7 +155,7 @@ def stage_memory(
     Args:
         sizes: of the whole model.
         layers: of the stage; the head is with the last one.
-        promise: slots, context and rows a frame.
+        promise: slots, context, rows a frame and kept prefixes.
         rewind: positions by which a stream can go back.
         footprint: how weights, keys and values are kept.
         shard: the stage's own tensors as they are stored; without it their sizes follow from the footprint.
@@ -154,6 +173,7 @@ def stage_memory(
         caches=sum(cache_bytes(layer.cache, promise, rewind, footprint) for layer in inside),
         buffers=buffers,
         mapped=weights - by_part.get(Part.SMALL, 0) if backend.maps_weights else 0,
+        prefixes=promise.kept * sum(prefix_bytes(each.cache, promise, rewind, footprint) for each in inside),
     )
 
 
@@ -171,7 +191,7 @@ def require_memory(
     """What the promise needs, if it is there.
 
     Args:
-        need_of: the need for any promise; it grows with slots and context.
+        need_of: the need for any promise; it grows with slots, context and kept prefixes.
         promise: what is wanted.
         available: bytes.
         halved: the need with `--cache bf16`, where that is another one.
@@ -186,9 +206,17 @@ def require_memory(
     raise CapacityError(
         f"this shard needs {in_words(need.total)} of memory and {in_words(available)} are free "
         f"(weights {in_words(need.weights)}, caches for {promise.slots} slots of {promise.context} positions "
-        f"{in_words(need.caches)}, buffers {in_words(need.buffers)}, reserve {in_words(need.reserve)}): "
+        f"{in_words(need.caches)}{_for_prefixes(need, promise)}, "
+        f"buffers {in_words(need.buffers)}, reserve {in_words(need.reserve)}): "
         f"{_advice(need_of, promise, available, halved)}"
     )
+
+
+def _for_prefixes(need: MemoryNeed, promise: Promise) -> str:
+    if not need.prefixes:
+        return ""
+    each = in_words(need.prefixes // promise.kept)
+    return f" with {in_words(need.prefixes)} for {promise.kept} kept prefixes ({each} each)"
 
 
 def _advice(
@@ -213,18 +241,24 @@ def _smaller(need_of: Callable[[Promise], MemoryNeed], promise: Promise, availab
     def fits(smaller: Promise) -> bool:
         return need_of(smaller).total <= available
 
+    prefixes = _largest(promise.kept, lambda n: fits(replace(promise, kept=n)))
     slots = _largest(promise.slots - 1, lambda n: fits(replace(promise, slots=n)))
     blocks = _largest((promise.context - 1) // BLOCK, lambda n: fits(replace(promise, context=n * BLOCK)))
     both = _largest(
         (promise.context - 1) // BLOCK, lambda n: fits(replace(promise, slots=1, context=n * BLOCK))
     )
     ways: list[str] = []
+    if promise.kept and fits(replace(promise, kept=prefixes)):
+        ways.append(f"--prefixes {prefixes}")
     if slots:
         ways.append(f"--slots {slots}")
     if blocks:
         ways.append(f"--context {blocks * BLOCK}")
     if not ways and both:
         ways.append(f"--slots 1 --context {both * BLOCK}")
+    if not ways and promise.kept:
+        # Without kept prefixes the other two may do.
+        ways = [f"--prefixes 0 {way}" for way in _smaller(need_of, replace(promise, kept=0), available)]
     return ways
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cascadia_p2p.engine.kernels.blocks import Storage
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.matrix import F32, I32
+from cascadia_p2p.engine.paging import Paging
 from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import ShardError
 from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
@@ -27,7 +28,7 @@ class StagePlan:
 
     Args:
         layers: numbers of its decoder layers.
-        promise: slots, context and rows a frame.
+        promise: slots, context, rows a frame and kept prefixes.
         rewind: positions by which a stream can go back.
         cache: form of keys and values, float32 or bfloat16.
         call_bytes: weights that one call of compiled layers takes, about. Small layers are too short to
@@ -152,6 +153,10 @@ class StageModel(Protocol):
     @property
     def layers(self) -> Sequence[Layer]:
         """The layers, in order."""
+
+    @property
+    def paging(self) -> Paging:
+        """What the layers keep of streams and of kept prefixes; the stage says whose it is."""
 
     @property
     def head_rows(self) -> int:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
 from cascadia_p2p.engine.kernels.rows import I32, RowTable
-from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
 from cascadia_p2p.engine.matrix import F32
 from cascadia_p2p.engine.model import StageModel
-from cascadia_p2p.engine.slots import Mask, Slots, Table
+from cascadia_p2p.engine.paging import Mask
+from cascadia_p2p.engine.sampling import Choice, SlotSampling
+from cascadia_p2p.engine.slots import Slots, Table
 from cascadia_p2p.engine.timing import WorkTimes
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Promise
-from cascadia_p2p.wire.frames import RECORD, SegmentError, SegmentFlag
+from cascadia_p2p.wire.frames import RECORD, SegmentError, SegmentFlag, alternative_table
 
 Inputs: TypeAlias = npt.NDArray[Any]
 """Token ids, int32 [rows], on the first stage; float32 [rows, hidden] on the others."""
+
+_NO_ALTERNATIVES: Final = alternative_table()
+_NO_NUMBERS: Final = np.empty(0, np.uint32)
 
 _log = structlog.get_logger()
 
@@ -43,7 +47,8 @@ class Stage:
     def __init__(self, model: StageModel, promise: Promise, rewind: int = 16, number: int = 0) -> None:
         self._model = model
         self._promise = promise
-        self._slots = Slots(promise, rewind)
+        self._slots = Slots(promise, rewind, model.paging)
+        self._sampling = SlotSampling(promise.slots)
         self.number = number
 
     @property
@@ -60,12 +65,22 @@ class Stage:
         """Positions that the slot's stream has here; 0 for a free slot."""
         return self._slots.held(slot)
 
+    @property
+    def taken(self) -> int:
+        """Slots that hold a stream here; may be asked from any thread."""
+        return self._slots.taken
+
+    @property
+    def misfits(self) -> int:
+        """Operations so far that did not fit what slots and kept prefixes held; the head should send none."""
+        return self._slots.misfits
+
     def times(self) -> WorkTimes:
         """What the frames so far have cost, by part; may be asked from any thread."""
         return self._model.times()
 
     def reset(self) -> None:
-        """Drop every stream, as at the start of an epoch."""
+        """Drop every stream and every kept prefix, as at the start of an epoch."""
         self._slots.reset()
 
     def apply(self, segments: Table, operations: Table, inputs: Inputs, on_layer: Callable[[], None]) -> F32:
@@ -86,6 +101,8 @@ class Stage:
             CascadiaError: more rows than promised, or inputs that do not belong to the segments.
         """
         self._slots.operate(operations)
+        if self._model.last and len(operations):
+            self._sampling.operate(operations)
         counts = segments["rows"].astype(np.int32)
         self._check(int(counts.sum()), inputs)
         right = self._slots.admit(segments, self.number)
@@ -105,7 +122,7 @@ class Stage:
             out[picked] = part
         return out
 
-    def tokens(self, segments: Table, hidden: F32) -> Table:
+    def tokens(self, segments: Table, hidden: F32) -> tuple[Table, Table]:
         """Choose the next token of every segment that wants one; last stage only.
 
         Args:
@@ -114,7 +131,8 @@ class Stage:
 
         Returns:
             RECORD table in the order of segments: one for each that wants a token, with the position that
-            the token takes, and one for each with an error, whose status and stage it carries.
+            the token takes, and one for each with an error, whose status and stage it carries. ALTERNATIVE
+            table: those of all records, one after the other.
         """
         wants = (segments["flags"] & SegmentFlag.WANT_TOKEN) != 0
         wrong = segments["error"] != SegmentError.NONE
@@ -125,17 +143,17 @@ class Stage:
         records["position"] = segments["start"] + segments["rows"]
         records["token"] = -1
         records["status"], records["stage"] = segments["error"], segments["stage"]
+        alternatives: Table = _NO_ALTERNATIVES
         if asked.any():
-            tokens, logprobs, finite = self._choose(hidden[last_rows[asked]])
-            status = np.where(finite, SegmentError.NONE, SegmentError.NON_FINITE)
-            records["token"][asked] = np.where(finite, tokens, -1)
-            records["logprob"][asked] = np.where(finite, logprobs, 0.0)
-            records["status"][asked] = status
-            records["stage"][asked] = np.where(finite, 0, self.number)
-            if not finite.all():
-                _log.error("logits_not_finite", streams=records["stream"][asked][~finite].tolist())
-        result: Table = records[wants | wrong]
-        return result
+            choice = self._choose(hidden[last_rows[asked]], segments, records, asked)
+            records["token"][asked], records["logprob"][asked] = choice.tokens, choice.logprobs
+            records["stage"][asked] = 0
+            if choice.alternatives:
+                records["alternatives"][asked] = choice.named
+                alternatives = np.concatenate(choice.alternatives)
+            if not choice.finite.all():
+                self._mark_not_finite(records, asked, choice.finite)
+        return records[wants | wrong], alternatives
 
     def logits(self, hidden: F32) -> F32:
         """Logits of rows behind the last layer, a copy: float32 [rows, vocab]; last stage only."""
@@ -143,14 +161,25 @@ class Stage:
         parts = [self._model.logits(hidden[at : at + step]).copy() for at in range(0, len(hidden), step)]
         return np.concatenate(parts) if parts else np.empty((0, self._model.vocab), np.float32)
 
-    def _choose(self, rows: F32) -> tuple[I32, F32, Mask]:
-        count, step = len(rows), self._model.head_rows
-        tokens, logprobs = np.empty(count, np.int32), np.empty(count, np.float32)
-        finite = np.empty(count, np.bool_)
-        for at in range(0, count, step):
+    def _choose(self, rows: F32, segments: Table, records: Table, asked: Mask) -> Choice:
+        choice, step = Choice(len(rows)), self._model.head_rows
+        greedy = self._sampling.all_greedy
+        slots = positions = _NO_NUMBERS
+        if not greedy:
+            slots, positions = segments["slot"][asked], records["position"][asked]
+        for at in range(0, len(rows), step):
             end = at + step
-            pick_tokens(self._model.logits(rows[at:end]), tokens[at:end], logprobs[at:end], finite[at:end])
-        return tokens, logprobs, finite
+            logits = self._model.logits(rows[at:end])
+            choice.pick(logits, at)
+            if not greedy:
+                self._sampling.choose(logits, slots[at:end], positions[at:end], choice, at)
+        return choice
+
+    def _mark_not_finite(self, records: Table, asked: Mask, finite: Mask) -> None:
+        wrong = np.flatnonzero(asked)[~finite]
+        records["token"][wrong], records["logprob"][wrong] = -1, 0.0
+        records["status"][wrong], records["stage"][wrong] = SegmentError.NON_FINITE, self.number
+        _log.error("logits_not_finite", streams=records["stream"][wrong].tolist())
 
     def _check(self, rows: int, inputs: Inputs) -> None:
         if rows > self._promise.rows:

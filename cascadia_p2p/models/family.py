@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cascadia_p2p.errors import CheckpointError
+from cascadia_p2p.models.emulated.config import FAMILY as EMULATED
+from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.inkling import config as inkling
 from cascadia_p2p.models.inkling import names as inkling_names
 from cascadia_p2p.models.inkling.config import InklingConfig
@@ -17,7 +19,10 @@ from cascadia_p2p.models.llama.config import LlamaConfig
 
 FAMILIES = ("inkling", "llama")
 
-ModelConfig: TypeAlias = InklingConfig | LlamaConfig
+CheckpointConfig: TypeAlias = InklingConfig | LlamaConfig
+"""The config of any family that checkpoints have."""
+
+ModelConfig: TypeAlias = CheckpointConfig | EmulatedConfig
 """The config of any family; all have layers, hidden, context, vocab_valid, eos_ids and to_json."""
 
 
@@ -26,13 +31,13 @@ class SourceModel:
     """What a checkpoint holds: its family, config, and where each tensor lies."""
 
     family: str
-    config: ModelConfig
+    config: CheckpointConfig
     layout: ModelLayout
 
 
 def read_config(
     config: Mapping[str, object], generation_config: Mapping[str, object] | None
-) -> tuple[str, ModelConfig]:
+) -> tuple[str, CheckpointConfig]:
     """The family and the config that a checkpoint's `config.json` describes.
 
     Raises:
@@ -73,4 +78,6 @@ def read_exported(family: str, config: Mapping[str, object]) -> ModelConfig:
         return InklingConfig.from_json(config)
     if family == "llama":
         return LlamaConfig.from_export(config)
+    if family == EMULATED:
+        return EmulatedConfig.from_export(config)
     raise CheckpointError(f"model family {family!r} is not known: expected one of {', '.join(FAMILIES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.llama.config import LlamaConfig
@@ -20,3 +21,7 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
             from cascadia_p2p.models.llama.memory import llama_sizes
 
             return llama_sizes(config)
+        case EmulatedConfig():
+            from cascadia_p2p.models.emulated.memory import emulated_sizes
+
+            return emulated_sizes(config)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import PartLoaded, StageModel, StagePlan, TensorSource
+from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.inkling.config import InklingConfig
 from cascadia_p2p.models.llama.config import LlamaConfig
@@ -31,3 +32,7 @@ def stage_builder(config: ModelConfig) -> StageBuilder:
             from cascadia_p2p.models.llama.model import LlamaStageModel
 
             return partial(LlamaStageModel, config)
+        case EmulatedConfig():
+            from cascadia_p2p.models.emulated.model import EmulatedStageModel
+
+            return partial(EmulatedStageModel, config)

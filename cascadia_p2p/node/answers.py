@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
@@ -9,24 +10,31 @@ from typing import Final, NoReturn, cast
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.ring.scheduler import Stream, StreamRequest
+from cascadia_p2p.ring.scheduler import Score, Stream, StreamRequest
 from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.reply import Piece, PlainSplitter, ReplyReader, Splitter
 from cascadia_p2p.text.tokenizer import Tokenizer
-from cascadia_p2p.types import StreamId
+from cascadia_p2p.types import GREEDY, Sampling, StreamId
 from cascadia_p2p.wire.messages import (
     ChatMessage,
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    ScoredToken,
     StreamPiece,
     Timings,
+    TokenScore,
     ToolCall,
     Usage,
 )
 
 LONG_TEXT: Final = 20_000
 """Characters of a prompt from which turning it into ids would hold up an event loop."""
+
+SEED_BITS: Final = 53
+"""Of the seeds that are drawn here: as many as the numbers of any JSON reader keep."""
+
+_LOWEST: Final = -3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +56,22 @@ class Answer:
     Args:
         request: what it answers.
         reader: turns its tokens into text; None for a model without a tokenizer.
+        tokenizer: names the tokens whose logprobs are asked for.
+        seed: what its tokens are drawn with; None when none is drawn.
     """
 
-    def __init__(self, request: GenerateRequest, reader: ReplyReader | None) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        reader: ReplyReader | None,
+        tokenizer: Tokenizer | None = None,
+        seed: int | None = None,
+    ) -> None:
         self._request = request
         self._reader = reader
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._scores: list[TokenScore] = []
         self._ids: list[int] = []
         self._told = 0
         self._seq = 0
@@ -65,8 +84,14 @@ class Answer:
         """Whether a stop string has ended it."""
         return self._reader is not None and self._reader.stopped
 
-    def take(self, tokens: Iterable[int]) -> None:
-        """Add tokens as they come; those behind a stop string do not count."""
+    def take(self, tokens: Iterable[int], scores: Iterable[Score] = ()) -> None:
+        """Add tokens, and what they scored, as they come; those behind a stop string do not count."""
+        known = len(self._ids)
+        self._add(tokens)
+        if self._request.logprobs is not None:
+            self._scores += map(self._scored, self._ids[known:], scores)
+
+    def _add(self, tokens: Iterable[int]) -> None:
         if not self._eager:
             self._ids += tokens
             return
@@ -83,6 +108,11 @@ class Answer:
         if self._reader is None:
             return self._make_piece(None) if self._told < len(self._ids) else None
         return self._make_piece(shown) if shown else None
+
+    def notice(self, sentence: str) -> StreamPiece:
+        """A piece that says something about the answer, with what has become visible meanwhile."""
+        shown = self._take()
+        return self._make_piece(None if self._reader is None else shown, sentence)
 
     def finish(self) -> StreamPiece | None:
         """No token comes any more: the last piece, with all that was held back, or None."""
@@ -108,6 +138,8 @@ class Answer:
             )
             or None,
             token_ids=tuple(self._ids),
+            logprobs=self._scores_from(0),
+            seed=self._seed,
             finish_reason=finish,
             usage=Usage(prompt_tokens=len(stream.request.prompt), completion_tokens=len(self._ids)),
             timings=_timings(stream, len(self._ids)),
@@ -121,8 +153,9 @@ class Answer:
             self._shown.append(piece)
         return piece
 
-    def _make_piece(self, shown: Piece | None) -> StreamPiece:
+    def _make_piece(self, shown: Piece | None, notice: str | None = None) -> StreamPiece:
         self._seq += 1
+        scores = self._scores_from(self._told)
         ids, self._told = tuple(self._ids[self._told :]), len(self._ids)
         return StreamPiece(
             id=self._request.id,
@@ -130,7 +163,24 @@ class Answer:
             text=None if shown is None else shown.text,
             reasoning=None if shown is None else shown.reasoning or None,
             token_ids=ids,
+            notice=notice,
+            logprobs=scores,
         )
+
+    def _scores_from(self, place: int) -> tuple[TokenScore, ...] | None:
+        return None if self._request.logprobs is None else tuple(self._scores[place:])
+
+    def _scored(self, token: int, score: Score) -> TokenScore:
+        named = tuple(
+            ScoredToken(token_id=each, token=self._spelled(each), logprob=_rounded(logprob))
+            for each, logprob in score.alternatives
+        )
+        logprob = _rounded(score.logprob)
+        text = self._spelled(token)
+        return TokenScore(token_id=token, token=text, logprob=logprob, top_logprobs=named or None)
+
+    def _spelled(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.spelling(token)
 
 
 class AnswerDesk:
@@ -180,7 +230,10 @@ class AnswerDesk:
         if not request.ignore_eos:
             stops |= ends
         reader = None if splitter is None else ReplyReader(splitter, request.stop or ())
-        return StreamRequest(stream, ids, request.max_tokens, stops), Answer(request, reader)
+        sampling = _sampling(request)
+        seed = None if sampling is GREEDY else sampling.seed
+        asked = StreamRequest(stream, ids, request.max_tokens, stops, sampling, request.logprobs or 0)
+        return asked, Answer(request, reader, self._tokenizer, seed)
 
     def _read(self, request: GenerateRequest) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
         """The prompt's ids, the ids that end an answer to it, and what splits that into its parts."""
@@ -217,6 +270,20 @@ class AnswerDesk:
 
     def _refuse(self, request: GenerateRequest, message: str) -> NoReturn:
         raise RequestError(ErrorCode.BAD_REQUEST, message, request_id=request.id)
+
+
+def _sampling(request: GenerateRequest) -> Sampling:
+    """How the tokens are chosen; a missing seed is drawn here, once for the whole answer."""
+    if not request.temperature:
+        return GREEDY
+    top_p = 1.0 if request.top_p is None else request.top_p
+    seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
+    return Sampling(request.temperature, request.top_k or 0, top_p, seed)
+
+
+def _rounded(logprob: float) -> float:
+    """As many digits as a float32 is good for; JSON has no infinity."""
+    return round(max(logprob, _LOWEST), 6)
 
 
 def _plain(message: ChatMessage) -> dict[str, object]:

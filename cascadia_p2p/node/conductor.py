@@ -1,21 +1,48 @@
-"""The scheduler in the data thread: all calls are made there, what happened goes to the event loop."""
+"""The scheduler in the data thread: all calls are made there, what happened goes to the event loop.
+
+When the ring is lost its streams stay, and the next ring takes them up from their first row: what they have
+generated is prefilled with the prompt. A stream whose rows lay at a stage that was lost is suspected of the
+loss. The next token behind these rows clears it, since then they were computed without harm; a second loss
+before that ends it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.ring.policy import StageTime
-from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
+from cascadia_p2p.ring.scheduler import Plan, PrefixCounts, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
 
 Deliver = Callable[[Sequence[Update]], None]
 """Takes updates, from the data thread; must not block."""
+
+
+SUSPECTED_FRAMES: Final = 2
+"""A process that dies may take the frame before the one that it was computing with it, unsent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outage:
+    """The time without a ring, from the loss of one to the next.
+
+    Args:
+        since: when the ring was lost.
+        reason: why, in words.
+        missing: shards that were lost.
+    """
+
+    since: float
+    reason: str
+    missing: tuple[int, ...]
 
 
 class HeadConductor:
@@ -29,43 +56,88 @@ class HeadConductor:
     def __init__(self, scheduler: Scheduler, deliver: Deliver) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
+        self._in_flight: deque[tuple[int, npt.NDArray[np.uint64]]] = deque()
+        self._suspected: dict[StreamId, int] = {}
+        self._outage: _Outage | None = None
 
     def schedule(self) -> Plan | None:
         """The next frame, or None when there is nothing to send now."""
-        return self._scheduler.schedule(time.monotonic())
+        plan = self._scheduler.schedule(time.monotonic())
+        if plan is not None:
+            self._in_flight.append((plan.number, plan.segments["stream"]))
+        return plan
 
-    def on_tokens(self, number: int, records: npt.NDArray[np.void]) -> None:
-        """Take the answer to frame `number`.
+    def on_tokens(
+        self, number: int, records: npt.NDArray[np.void], alternatives: npt.NDArray[np.void]
+    ) -> None:
+        """Take the answer to frame `number`: RECORD and ALTERNATIVE tables.
 
         Raises:
             ValueError: it answers no frame in flight.
         """
-        self._tell(self._scheduler.on_tokens(number, records, time.monotonic()))
+        self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
+        self._in_flight.popleft()
 
     def open(self, stages: int, promise: Promise) -> None:
-        """The ring serves from now on."""
+        """The ring serves from now on; streams of the one before go on in it."""
+        self._outage = None
+        self._in_flight.clear()
         self._scheduler.admitting = True
         self._tell(self._scheduler.open(stages, promise))
 
-    def close(self, error: RequestError) -> None:
-        """The ring serves no more; every stream ends with `error`."""
-        self._scheduler.close()
-        self._tell(self._scheduler.drop_all(error))
+    def suspend(self, reason: str, missing: tuple[int, ...], held: int) -> None:
+        """The ring is lost; its streams wait for the next.
 
-    def pace(self, stage_time: StageTime) -> None:
-        """Compose frames for stages whose time grows with rows like this."""
-        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time)
+        Args:
+            reason: why, in words.
+            missing: shards that were lost.
+            held: the first frame that a lost stage had not passed on; 0 when no stage is to blame.
+        """
+        self._scheduler.close()
+        since = time.monotonic() if self._outage is None else self._outage.since
+        self._outage = _Outage(since, reason, missing)
+        if held:
+            self._suspect(held, reason)
+        self._in_flight.clear()
+
+    def pace(self, stage_time: StageTime, trip_time: StageTime | None = None) -> None:
+        """Compose frames for a ring with these times.
+
+        Args:
+            stage_time: of its slowest stage.
+            trip_time: of all its stages together; None when only the slowest is known.
+        """
+        self._scheduler.policy = replace(self._scheduler.policy, stage_time=stage_time, trip_time=trip_time)
 
     def admit(self, admitting: bool) -> None:
         """Start waiting streams, or leave them waiting."""
         self._scheduler.admitting = admitting
 
-    def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
-        """Queue a stream; `refused` is called instead when there is no place for it."""
+    @property
+    def prefixes(self) -> PrefixCounts:
+        """What prefix reuse has done; any thread may read any field at any time."""
+        return self._scheduler.prefix_counts
+
+    def submit(
+        self,
+        request: StreamRequest,
+        refused: Callable[[StreamId, RequestError], None],
+        placed: Callable[[StreamId, int], None] | None = None,
+    ) -> None:
+        """Queue a stream.
+
+        Args:
+            request: the stream.
+            refused: called instead when there is no place for it.
+            placed: told how many streams wait before it.
+        """
         try:
-            self._scheduler.submit(request, time.monotonic())
+            place = self._scheduler.submit(request, time.monotonic())
         except RequestError as error:
             refused(request.stream, error)
+        else:
+            if placed is not None:
+                placed(request.stream, place)
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
         """End a stream with `error`, unless it has ended."""
@@ -73,17 +145,68 @@ class HeadConductor:
         if update is not None:
             self._tell([update])
 
-    def expire(self, wait_s: float, reason: Callable[[float], RequestError]) -> None:
-        """End the streams that have waited for a slot longer than `wait_s` seconds."""
-        now = time.monotonic()
+    @property
+    def waiting(self) -> int:
+        """Streams that wait for a slot; from any thread."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> int:
+        """Streams that have a slot; from any thread."""
+        return self._scheduler.running
+
+    def tell_places(self, hear: Callable[[Sequence[StreamId]], None]) -> None:
+        """Let `hear` know the streams that wait for a slot, the next one first."""
+        hear([stream.request.stream for stream in self._scheduler.streams() if stream.slot is None])
+
+    def drop_waiting(self, error: RequestError) -> None:
+        """End the streams that have never had a slot with `error`."""
+        for stream in list(self._scheduler.streams()):
+            if stream.started_at is None:
+                self.drop(stream.request.stream, error)
+
+    def expire(self, queue_s: float, recovery_s: float, missing: Sequence[int]) -> None:
+        """End the streams that have waited too long.
+
+        Args:
+            queue_s: longest wait for a slot, in seconds.
+            recovery_s: longest wait without a ring, in seconds.
+            missing: shards that nobody serves.
+        """
+        now, outage = time.monotonic(), self._outage
         for stream in list(self._scheduler.streams()):
             waited = now - stream.submitted_at
-            if stream.slot is None and waited > wait_s:
-                self.drop(stream.request.stream, reason(waited))
+            if outage is not None and (without := now - max(outage.since, stream.submitted_at)) > recovery_s:
+                text = f"{outage.reason}, and nothing took its place within {without:.0f} s"
+                self.drop(stream.request.stream, ring_incomplete(text, missing or outage.missing))
+            elif stream.started_at is None and waited > queue_s:
+                self.drop(stream.request.stream, _waited_too_long(waited, queue_s, missing))
+
+    def _suspect(self, held: int, reason: str) -> None:
+        """Note whose rows lay at the lost stage; end who was there twice without a token in between."""
+        streams = {stream.request.stream: stream for stream in self._scheduler.streams()}
+        before = {i: at for i, at in self._suspected.items() if i in streams and len(streams[i].ids) <= at}
+        self._suspected = dict(before)
+        guilty: Collection[StreamId] = ()
+        for _, ids in [each for each in self._in_flight if held <= each[0] < held + SUSPECTED_FRAMES]:
+            found = {StreamId(int(each)) for each in ids} & streams.keys()
+            guilty = guilty or found & before.keys()
+            for stream in found:
+                self._suspected[stream] = len(streams[stream].ids)
+        for stream in guilty:
+            text = f"a node was lost twice while it computed this request, which may be the cause: {reason}"
+            self.drop(stream, RequestError(ErrorCode.INTERNAL, text))
 
     def _tell(self, updates: Sequence[Update]) -> None:
         if updates:
             self._deliver(updates)
+
+
+def _waited_too_long(waited: float, queue_s: float, missing: Sequence[int]) -> RequestError:
+    if missing:
+        return ring_incomplete(f"the request waited {waited:.0f} s", missing)
+    text = f"the request waited {waited:.0f} s for a free slot: try again later"
+    return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=queue_s)
 
 
 def ring_incomplete(reason: str, missing: Sequence[int]) -> RequestError:

@@ -25,6 +25,7 @@ from cascadia_p2p.wire.frames import (
     Rows,
     SegmentError,
     Table,
+    alternative_table,
     decode_header,
     encode_header,
     record_table,
@@ -73,6 +74,7 @@ class DataThread:
         self._broken = False
         self._buffer: Rows | None = None
         self._failures: set[str] = set()
+        self._left: deque[int] = deque()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
 
@@ -207,7 +209,8 @@ class DataThread:
             self._expected += 1
             self.counters.frames_in += 1
             if seat.head:
-                self._answer(seat, frame.number, frame.records)
+                self._count_round()
+                self._answer(seat, frame.number, frame.records, frame.alternatives)
             else:
                 self._pass_on(seat, frame, header)
 
@@ -250,12 +253,18 @@ class DataThread:
         else:
             self._send(encode_header(frame), None)
 
-    def _answer(self, seat: Seat, number: int, records: Table) -> None:
+    def _count_round(self) -> None:
+        """A frame is back: answers come in the order in which frames left."""
+        if self._left:
+            self.counters.round_ns += time.perf_counter_ns() - self._left.popleft()
+            self.counters.rounds += 1
+
+    def _answer(self, seat: Seat, number: int, records: Table, alternatives: Table) -> None:
         """Give the tail's answer to the conductor."""
         self.counters.progress += 1
         try:
             if seat.conductor is not None:
-                seat.conductor.on_tokens(number, records)
+                seat.conductor.on_tokens(number, records, alternatives)
         except Exception as error:
             self._break_for("the scheduler does not take the ring's answer", error)
 
@@ -290,9 +299,10 @@ class DataThread:
         )
         rows = self._compute(seat, frame, plan.tokens)
         if seat.alone:
-            self._answer(seat, frame.number, self._read_tokens(seat, frame, rows))
+            self._answer(seat, frame.number, *self._read_tokens(seat, frame, rows))
         else:
             self._send(encode_header(frame), rows)
+            self._left.append(time.perf_counter_ns())
             self.counters.frames_out += 1
 
     def _pass_on(self, seat: Seat, frame: Frame, header: bytearray) -> None:
@@ -303,8 +313,8 @@ class DataThread:
         inputs = np.empty((0, seat.limits.hidden), np.float32) if frame.payload is None else frame.payload
         rows = self._compute(seat, frame, inputs)
         if seat.tail:
-            records = self._read_tokens(seat, frame, rows)
-            answer = Frame(FrameKind.TOKENS, frame.epoch, frame.number, records=records)
+            records, alternatives = self._read_tokens(seat, frame, rows)
+            answer = Frame(_TOKENS, frame.epoch, frame.number, records=records, alternatives=alternatives)
             self._send(encode_header(answer), None)
         else:
             self._send(header, rows)
@@ -331,14 +341,17 @@ class DataThread:
             return rows.copy()
         return rows if rows.flags.c_contiguous else np.ascontiguousarray(rows)
 
-    def _read_tokens(self, seat: Seat, frame: Frame, rows: Rows) -> Table:
-        """The tail's records; if the head of the model fails, one for every segment, with the error."""
+    def _read_tokens(self, seat: Seat, frame: Frame, rows: Rows) -> tuple[Table, Table]:
+        """The tail's records with their alternatives.
+
+        If the head of the model fails, a record for every segment, with the error.
+        """
         started = time.perf_counter_ns()
         try:
             return seat.stage.tokens(frame.segments, rows)
         except Exception as error:
             self._failed(seat, frame.segments, error)
-            return _error_records(frame.segments)
+            return _error_records(frame.segments), alternative_table()
         finally:
             self.counters.busy_ns += time.perf_counter_ns() - started
             self.counters.progress += 1
@@ -421,6 +434,7 @@ class DataThread:
         self._seat = None
         self._open = self._broken = False
         self._started, self._expected = 0, 1
+        self._left.clear()
         self.counters.enter(None)
         if self._sender is not None:
             self._sender.close()

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Final, TypeVar, assert_never
 
@@ -27,7 +28,7 @@ from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.node.answers import AnswerDesk
 from cascadia_p2p.node.client_book import ClientBook
-from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
 from cascadia_p2p.node.places import Places
@@ -38,7 +39,7 @@ from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
-from cascadia_p2p.types import Endpoint
+from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire.messages import Clients, StatusQuery, StatusReport
 
@@ -120,6 +121,10 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
+        self._promised: Promise | None = None
+        """What the ring that this node heads, or headed last, can hold."""
+        self._leaving = ""
+        self._drain_timer: asyncio.TimerHandle | None = None
 
     @property
     def loaded(self) -> LoadedShard | None:
@@ -147,8 +152,21 @@ class Node:
         finally:
             await self._close()
 
+    def drain(self, reason: str) -> None:
+        """End as soon as this node can be spared, `drain_s` seconds at most; only in the event loop."""
+        if self._ended.done() or self._drain_timer is not None:
+            return
+        self._drain_timer = self._loop.call_later(self._config.limits.drain_s, self.leave, reason)
+        self._leaving = reason
+        if self._head is not None:
+            self._head.drain(reason)
+        self._handle(events.Drain(reason))
+        self._handle(events.Tick())
+
     def leave(self, reason: str) -> None:
         """Say goodbye and end; only in the event loop."""
+        if self._ended.done():
+            return
         self._handle(events.Leave(reason))
         self._end(Ending.LEFT)
 
@@ -161,7 +179,9 @@ class Node:
         body["protocol"] = PROTOCOL
         body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
+        body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
+        body["vocabulary"] = {"ids": self._model.facts.vocab, "tokenizer": self._model.has_tokenizer}
         body["engine"] = {
             "device": self._config.device,
             "precision": self._config.precision,
@@ -174,7 +194,11 @@ class Node:
                 name: getattr(counts, name) for name in type(counts).__dataclass_fields__
             }
             requests["pending"] = self._head.pending
+            requests["running"] = self._conductor.running
+            requests["queued"] = self._conductor.waiting
+            requests["queue_limit"] = self._config.queue
             body["requests"] = requests
+            body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body
 
     # --- events in ----------------------------------------------------------------------------------------
@@ -208,7 +232,7 @@ class Node:
     async def _tick(self) -> None:
         for number in itertools.count():
             await asyncio.sleep(self._times.tick)
-            self._handle(self._worker.counters())
+            self._handle(self._counters())
             self._handle(events.Tick())
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
@@ -229,6 +253,13 @@ class Node:
             self._plane.broadcast(self._client_list(self._book, whole=True))
         if self._head is not None:
             self._head.expel()
+
+    def _counters(self) -> events.Counters:
+        counters = self._worker.counters()
+        if self._head is None or self._promised is None:
+            return counters
+        slots, context = self._head.needs(self._promised)
+        return replace(counters, running=self._conductor.running, slots=slots, context=context)
 
     def _announce(self) -> None:
         """Bring what mDNS says of this node, and how often it asks, up to date."""
@@ -295,6 +326,8 @@ class Node:
                 for endpoint in self._plane.addresses_of(node):
                     self._found(endpoint, there=False)
                 self._plane.drop_peer(node, instance)
+            case actions.Drained():
+                self._loop.call_soon(self.leave, self._leaving)
             case actions.Say():
                 getattr(_log, action.level)(action.event, message=action.sentence, **action.fields)
             case actions.Fatal(error):
@@ -307,6 +340,7 @@ class Node:
         action: actions.LoadShard
         | actions.SwitchEpoch
         | actions.SendProbe
+        | actions.SetPace
         | actions.OpenRing
         | actions.CloseRing
         | actions.PauseAdmission
@@ -322,15 +356,19 @@ class Node:
                 self._worker.switch(action)
             case actions.SendProbe(epoch, number):
                 self._worker.probe(epoch, number)
+            case actions.SetPace(times):
+                call(lambda: conductor.pace(times.slowest, times.trip))
             case actions.OpenRing(epoch, members, promise):
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
+                    self._promised = promise
                     call(lambda: conductor.open(len(members), promise))
-            case actions.CloseRing(epoch, reason, missing):
+            case actions.CloseRing(epoch, reason, missing, was_open, held):
                 self._worker.close_epoch(epoch)
-                error = ring_incomplete(reason, missing)
-                if action.was_open:
-                    call(lambda: conductor.close(error))
+                if was_open and epoch.head == self._profile.instance:
+                    call(lambda: conductor.suspend(reason, missing, held))
+                    if self._head is not None:
+                        self._head.interrupted(reason)
             case actions.PauseAdmission():
                 call(lambda: conductor.admit(False))
             case actions.ResumeAdmission():
@@ -361,6 +399,7 @@ class Node:
             status=self.status,
             missing=self._missing,
             queue_wait_s=self._config.limits.queue_wait_s,
+            recovery_s=self._config.limits.recovery_s,
             watch=self._watch_task,
         )
         self._head.start()
@@ -427,6 +466,8 @@ class Node:
             self._ended.set_exception(how)
 
     async def _close(self) -> None:
+        if self._drain_timer is not None:
+            self._drain_timer.cancel()
         if self._head is not None:
             self._close_door("this node is leaving")
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -16,6 +16,9 @@ RETRY_S: Final = 0.05
 MAX_WAITING: Final = 4096
 """Replies that wait for one client, pieces of answers aside; more are dropped."""
 
+MAX_WAITING_BYTES: Final = 1 << 24
+"""Bytes of all that waits for one client; with more, only pieces of answers are still taken."""
+
 
 class ReplySocket(Protocol):
     """Sends to clients; see `transport.client_server.ClientServer`."""
@@ -31,6 +34,11 @@ class _Queue:
 
     messages: deque[tuple[StreamId | None, Route, bytes]] = field(default_factory=deque)
     pieces: Counter[StreamId] = field(default_factory=Counter)
+    size: int = 0
+
+    def full(self) -> bool:
+        """Whether no further reply has room."""
+        return len(self.messages) - self.pieces.total() >= MAX_WAITING or self.size >= MAX_WAITING_BYTES
 
 
 class Outbox:
@@ -59,12 +67,17 @@ class Outbox:
                     self._gone(route.connection)
                     return
             queue = self._queues[route.connection] = _Queue()
-        elif piece_of is None and len(queue.messages) - queue.pieces.total() >= MAX_WAITING:
+        elif piece_of is None and queue.full():
             return
         queue.messages.append((piece_of, route, data))
+        queue.size += len(data)
         if piece_of is not None:
             queue.pieces[piece_of] += 1
         self._arm()
+
+    def blocked(self, route: Route) -> bool:
+        """Whether the client does not take what it was sent before."""
+        return route.connection in self._queues
 
     def waiting(self, route: Route, stream: StreamId) -> int:
         """Pieces of a stream's answer that its client has not taken."""
@@ -76,6 +89,7 @@ class Outbox:
         queue = self._queues.get(route.connection)
         if queue is not None:
             queue.messages = deque(message for message in queue.messages if message[0] != stream)
+            queue.size = sum(len(data) for _, _, data in queue.messages)
             del queue.pieces[stream]
 
     def forget(self, connection: int) -> None:
@@ -106,6 +120,7 @@ class Outbox:
                     self._gone(connection)
                     break
                 queue.messages.popleft()
+                queue.size -= len(data)
                 if stream is not None:
                     queue.pieces[stream] -= 1
             if not queue.messages:

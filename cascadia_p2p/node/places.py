@@ -78,13 +78,18 @@ class LocalModel:
         """What requests are judged by."""
         return ModelFacts(self.config.vocab_valid, frozenset(self.config.eos_ids))
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts can be texts."""
+        return "tokenizer.json" in self.manifest.tokenizer
+
     def tokenizer(self, shard: int) -> Tokenizer | None:
         """The tokenizer that lies with a shard; None when the model has none.
 
         Raises:
             ShardError: the file is missing or damaged.
         """
-        if "tokenizer.json" not in self.manifest.tokenizer:
+        if not self.has_tokenizer:
             return None
         return Tokenizer.load(self._directory_of(shard) / "tokenizer.json")
 
@@ -134,7 +139,9 @@ class Places:
         """
         model = LocalModel.open(find_model(config))
         address = choose_address(config.bind, list_interfaces())
-        promise = Promise(config.slots, min(config.context, model.config.context), config.rows)
+        promise = Promise(
+            config.slots, min(config.context, model.config.context), config.rows, config.prefixes
+        )
         with contextlib.ExitStack() as stack:
             identity = stack.enter_context(Identity.open(config.state_root))
             door = Door.find(config, model.directory, address, identity.directory)
@@ -178,6 +185,8 @@ class Places:
             data=self.receiver.endpoint,
             client=Endpoint(self.address.ip, self.client_port),
             device=config.device,
+            precision=config.precision,
+            cache=config.cache,
             pid=os.getpid(),
             shard=config.shard,
         )

@@ -11,7 +11,7 @@ import structlog
 from cascadia_p2p.config import Config
 from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.planning.measured import MeasuredNode, Subject, read_measured
-from cascadia_p2p.ring.policy import StageTime
+from cascadia_p2p.ring.stagetime import Pace, StageTime
 from cascadia_p2p.shards.files import write_whole
 from cascadia_p2p.shards.reader import ShardReader
 
@@ -68,9 +68,16 @@ def find_profile(state_root: Path, subject: Subject) -> MeasuredNode | None:
     return found if found.subject == subject else None
 
 
-def stage_time(measured: MeasuredNode) -> StageTime | None:
-    """How the stage's time grows with rows, for the scheduler; None when too little was measured."""
-    return StageTime.fitted(measured.decoding())
+def pace(measured: MeasuredNode) -> Pace:
+    """How the stage's time grows with rows, for the scheduler; empty when too little was measured.
+
+    Decoding frames as far as they were timed, behind them prompt windows.
+    """
+    decoding = measured.decoding()
+    most = max((rows for rows, _ in decoding), default=0)
+    windows = [(each.rows, each.seconds) for each in measured.frames if each.kind == "prefill"]
+    time = StageTime.measured([*decoding, *(each for each in windows if each[0] > most)])
+    return () if time is None else time.points
 
 
 def layer_seconds(measured: MeasuredNode, steps: int) -> float:

@@ -28,8 +28,11 @@ class StageLike(Protocol):
         """Fresh C-contiguous float32 [rows, hidden]; marks failed segments; `on_layer` may raise."""
         ...
 
-    def tokens(self, segments: Table, hidden: npt.NDArray[np.float32]) -> Table:
-        """RECORD table: the token of every segment that wants one, the status of every one that failed."""
+    def tokens(self, segments: Table, hidden: npt.NDArray[np.float32]) -> tuple[Table, Table]:
+        """RECORD table: the token of every segment that wants one, the status of every one that failed.
+
+        And the ALTERNATIVE table of the records.
+        """
         ...
 
     def reset(self) -> None:
@@ -68,7 +71,7 @@ class ConductorLike(Protocol):
         """The next frame, or None when there is no work or no credit."""
         ...
 
-    def on_tokens(self, number: int, records: Table) -> None:
+    def on_tokens(self, number: int, records: Table, alternatives: Table) -> None:
         """Take the answer to frame `number`; ValueError when none such is due."""
         ...
 
@@ -143,6 +146,8 @@ class DataCounters:
         errors: frames whose computation failed.
         busy_ns, wait_ns, send_ns: nanoseconds in the stage, in waiting for frames, in handing frames over,
             over the life of the process.
+        round_ns, rounds: on the head, from handing a frame over to its tokens, and of how many frames in
+            this epoch.
         dropped: frames that were not taken, by reason.
     """
 
@@ -157,12 +162,15 @@ class DataCounters:
     busy_ns: int = 0
     wait_ns: int = 0
     send_ns: int = 0
+    round_ns: int = 0
+    rounds: int = 0
     dropped: dict[str, int] = field(default_factory=_no_drops)
 
     def enter(self, epoch: Epoch | None) -> None:
         """Begin an epoch, or be in none."""
         self.epoch = None
         self.frames_in = self.frames_out = self.rows = self.probe_seen = 0
+        self.round_ns = self.rounds = 0
         self.waiting_send = False
         self.epoch = epoch
 

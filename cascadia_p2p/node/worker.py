@@ -21,7 +21,7 @@ from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.data_thread import DataThread
 from cascadia_p2p.node.places import Places
-from cascadia_p2p.node.profiles import find_profile, layer_seconds, stage_time, subject_of
+from cascadia_p2p.node.profiles import find_profile, layer_seconds, pace, subject_of
 from cascadia_p2p.node.seat import DataCounters, Seat
 from cascadia_p2p.planning.measured import MeasuredNode
 from cascadia_p2p.ring import events
@@ -181,11 +181,9 @@ class Worker:
             self._ready(loaded)
 
     def _ready(self, loaded: LoadedShard) -> None:
-        """Tell that a shard can compute, and the scheduler how its time grows with rows."""
-        measured = None if loaded.profile is None else stage_time(loaded.profile)
-        if loaded.shard == 0 and measured is not None:
-            self._data.call(lambda: self._conductor.pace(measured))
-        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s))
+        """Tell that a shard can compute, and how its time grows with rows."""
+        known = () if loaded.profile is None else pace(loaded.profile)
+        self._emit(events.ShardLoaded(loaded.shard, loaded.layer_s, known))
 
     def _profile(self, reader: ShardReader) -> MeasuredNode | None:
         found = find_profile(self._config.state_root, subject_of(self._config, reader))
@@ -261,8 +259,9 @@ class Worker:
     def report(self) -> dict[str, JsonValue]:
         """The data thread's counters for `status`: times in seconds, drops by reason, work by part.
 
-        Frames and rows at the top are those of this epoch; times, and frames and rows under `work`, are
-        since the shard was loaded. `frame_ms` and `row_ms` are means of these, by part.
+        Frames and rows at the top are those of this epoch. Misfits, which are operations that the stage could
+        not follow, times, and frames and rows under `work` are since the shard was loaded. `frame_ms` and
+        `row_ms` are means of these, by part.
         """
         counted = self._data.counters
         work = self._work()
@@ -278,6 +277,9 @@ class Worker:
             "frames_out": counted.frames_out,
             "rows": counted.rows,
             "errors": counted.errors,
+            "misfits": 0 if self.loaded is None else self.loaded.stage.misfits,
+            "slots_taken": 0 if self.loaded is None else self.loaded.stage.taken,
+            "round_ms": round(counted.round_ns / 1e6 / counted.rounds, 6) if counted.rounds else None,
             "busy_s": round(counted.busy_ns / 1e9, 6),
             "wait_s": round(counted.wait_ns / 1e9, 6),
             "send_s": round(counted.send_ns / 1e9, 6),
@@ -304,12 +306,12 @@ class Worker:
         )
 
     def _limits(self, promise: Promise) -> FrameLimits:
-        """A stream has one segment a frame; a slot has a release and a start, at most."""
+        """A stream has one segment a frame; a slot is kept, released, started, attached, an entry evicted."""
         return FrameLimits(
             hidden=self._places.model.config.hidden,
             rows=promise.rows,
             segments=min(promise.rows, promise.slots),
-            operations=2 * promise.slots,
+            operations=4 * promise.slots + 2 * promise.kept,
             records=min(promise.rows, promise.slots),
         )
 

@@ -13,6 +13,7 @@ from cascadia_p2p.engine.memory import (
     buffer_bytes,
     cache_bytes,
     head_buffer_bytes,
+    prefix_bytes,
     stage_buffer_bytes,
     weights_by_part,
 )
@@ -27,7 +28,7 @@ class Demand:
     """What is asked of the ring.
 
     Args:
-        promise: slots, context and rows a frame.
+        promise: slots, context, rows a frame and kept prefixes.
         footprint: how weights are kept.
         rewind: positions by which a stream can go back.
         reserve: bytes a node for everything that is not counted one by one.
@@ -45,11 +46,12 @@ class StageBytes:
 
     Args:
         weights: by part, in the device's memory.
-        caches: of all promised slots.
+        caches: of all promised slots and kept prefixes.
         buffers: results of products and what the runtime keeps for them.
         reserve: for the rest.
         gpu: how much of all this is the GPU's; 0 when the CPU multiplies.
         mapped: the embedding's file, of which the system keeps what it has room for; not in `total`.
+        prefix: how much of the caches is there for each kept prefix.
     """
 
     weights: dict[Part, int]
@@ -58,6 +60,7 @@ class StageBytes:
     reserve: int
     gpu: int
     mapped: int
+    prefix: int
 
     @property
     def total(self) -> int:
@@ -92,6 +95,9 @@ class Needs:
             reserve=demand.reserve,
             gpu=on_gpu if backend.on_gpu else 0,
             mapped=demand.footprint.bytes_of(sizes.embedding) if layers.start == 0 else 0,
+            prefix=sum(
+                prefix_bytes(layer.cache, promise, demand.rewind, demand.footprint) for layer in inside
+            ),
         )
 
     def lack(self, machine: Machine) -> F64:

@@ -274,12 +274,17 @@ class _Planner:
         blocks = _largest(
             (promise.context - 1) // BLOCK, lambda n: self._holds(places, replace(promise, context=n * BLOCK))
         )
-        ways = [f"--slots {slots}"] if slots else []
+        kept = _largest(promise.kept, lambda n: self._holds(places, replace(promise, kept=n)))
+        ways: list[str] = []
+        if promise.kept and (kept or self._holds(places, replace(promise, kept=0))):
+            ways.append(f"--prefixes {kept}")
+        if slots:
+            ways.append(f"--slots {slots}")
         if blocks:
             ways.append(f"--context {blocks * BLOCK}")
         if ways:
             return (f"with {len(places)} such PCs it would fit with {' or with '.join(ways)}",)
-        alone = replace(promise, slots=1, context=BLOCK)
+        alone = replace(promise, slots=1, context=BLOCK, kept=0)
         least = "" if self._holds(places, alone) else ", not even one short stream: the weights are too large"
         return (f"no smaller promise of slots or context alone makes it fit{least}",)
 

@@ -92,13 +92,13 @@ class StageTimes:
 
     def matrix(self, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
-        return _between(self._sums(rows), self._head(rows), self._frame(rows))
+        return _between(self._sums(rows), self.head(rows), self._frame(rows))
 
     def stage(self, layers: range, rows: int) -> float:
         """Seconds for one stage."""
         behind = self._sums(rows)
         seconds = float(behind[layers.stop] - behind[layers.start]) + self._frame(rows)
-        return seconds + self._head(rows) if layers.stop == len(behind) - 1 else seconds
+        return seconds + self.head(rows) if layers.stop == len(behind) - 1 else seconds
 
     def _sums(self, rows: int) -> F64:
         """Seconds for all layers before each, and for all."""
@@ -116,7 +116,8 @@ class StageTimes:
         part = Timed.SPARSE if layer.sparse else Timed.DENSE
         return self._of(part, rows, weights, self._reading.layer(layer, rows))
 
-    def _head(self, rows: int) -> float:
+    def head(self, rows: int) -> float:
+        """Seconds of the vocabulary head, which the last stage has besides its layers."""
         read = self._reading.head()
         return self._of(Timed.HEAD, rows, round(read), read)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.ring.stagetime import RingTime
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire.messages import ControlMessage, Member
 
@@ -117,6 +118,13 @@ class SendProbe:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPace:
+    """On the head: compose frames for stages that take these times."""
+
+    times: RingTime
+
+
+@dataclass(frozen=True, slots=True)
 class OpenRing:
     """The ring serves; on the head, admit requests."""
 
@@ -127,19 +135,21 @@ class OpenRing:
 
 @dataclass(frozen=True, slots=True)
 class CloseRing:
-    """The epoch is over on this node; on the head, every waiting client gets `ring_incomplete`.
+    """The epoch is over on this node; on the head, streams are kept for the next.
 
     Args:
         epoch: the one that ended.
         reason: a sentence.
         missing: shards that nobody serves now.
         was_open: it had been open, so clients may be waiting.
+        held: the first frame that the lost stage had not passed on; 0 when no stage was lost by itself.
     """
 
     epoch: Epoch
     reason: str
     missing: tuple[int, ...]
     was_open: bool
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,11 @@ class StopBeingHead:
     """Close the client port; why, in words."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing needs this node any more, after it was asked to drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +217,14 @@ Action: TypeAlias = (
     | LoadShard
     | SwitchEpoch
     | SendProbe
+    | SetPace
     | OpenRing
     | CloseRing
     | PauseAdmission
     | ResumeAdmission
     | BecomeHead
     | StopBeingHead
+    | Drained
     | Say
     | Fatal
 )

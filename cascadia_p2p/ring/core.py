@@ -26,6 +26,7 @@ from cascadia_p2p.ring.claims import Holder, winners
 from cascadia_p2p.ring.events import Counters
 from cascadia_p2p.ring.membership import AddressBook, Membership, Peer
 from cascadia_p2p.ring.profile import NodeProfile, Times
+from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire.messages import (
     Beat,
@@ -102,11 +103,14 @@ class Core:
         self.since = now
         self.progress = 0.0
         self.layer_s = 0.0
+        self.pace: Pace = ()
         self.seat: Seat | None = None
         self.counter = 0
         self.counters = Counters()
         self.serves_clients = False
         self.standby = False
+        self.leaving: str | None = None
+        """Why this node ends as soon as it can be spared."""
         self.dirty = True
         """Something changed that an assignment, a formation or a role may depend on."""
         self._out: list[Action] = []
@@ -186,7 +190,7 @@ class Core:
     @property
     def fixed(self) -> bool:
         """Whether nobody may move this node to another shard."""
-        return self.profile.asked is not None or self.seat is not None
+        return self.profile.asked is not None or self.seat is not None or self.leaving is not None
 
     def claim(self) -> Claim:
         """The claim as it is told to others."""
@@ -227,7 +231,7 @@ class Core:
             "layers": own.layers, "hidden": own.hidden, "holds": self.holds, "claim": self.claim(),
             "promise": own.promise, "control": own.control, "data": own.data, "client": self._client(),
             "epoch": self.counter, "ring": self.seat.epoch if self.seat else None,
-            "device": own.device, "pid": own.pid,
+            "device": own.device, "precision": own.precision, "cache": own.cache, "pid": own.pid,
             "peers": tuple(peer.intro.control for peer in self.peers)[:256],
         }  # fmt: skip
 
@@ -242,6 +246,8 @@ class Core:
                 "client": self._client(), "epoch": self.counter,
                 "ring": self.seat.epoch if self.seat else None,
                 "progress": self.progress, "standby": self.standby, "layer_s": self.layer_s,
+                "leaving": self.leaving is not None,
+                "pace": self.pace,
             }
         )  # fmt: skip
         due = self.now - self._told_at >= self.times.state
@@ -312,13 +318,13 @@ class Core:
         self.act(SwitchEpoch(epoch, members, stage, promise, seat.successor))
         return seat
 
-    def stand_up(self, reason: str, missing: tuple[int, ...] = ()) -> None:
-        """Give the seat up; the shard stays loaded."""
+    def stand_up(self, reason: str, missing: tuple[int, ...] = (), held: int = 0) -> None:
+        """Give the seat up; the shard stays loaded. See `CloseRing`."""
         if self.seat is None:
             return
         seat, self.seat = self.seat, None
         self.dirty = True
-        self.act(CloseRing(seat.epoch, reason, missing, seat.open))
+        self.act(CloseRing(seat.epoch, reason, missing, seat.open, held))
 
 
 def _lasting(state: State) -> State:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Epoch, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, OtherVersion
 
@@ -63,10 +64,17 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoaded:
-    """The shard is ready to compute; `layer_s` is the profiled time of a layer for a full frame, or 0."""
+    """The shard is ready to compute.
+
+    Args:
+        shard: its index.
+        layer_s: the profiled time of a layer for a full frame; 0 when not known.
+        pace: profiled times of the whole stage; empty when not known.
+    """
 
     shard: int
     layer_s: float = 0.0
+    pace: Pace = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,9 @@ class Counters:
         frames_in, frames_out: frames of this epoch taken, and handed to the socket to the successor.
         waiting_send: a frame is ready and the socket to the successor does not take it.
         probe_seen: number of the last probe frame of this epoch that came by; 0 for none.
+        running: on a head, streams that have a slot.
+        slots, context: on a head, what the requests that wait for their answers need of a ring: slots at
+            once, positions a stream.
     """
 
     epoch: Epoch | None = None
@@ -118,6 +129,9 @@ class Counters:
     frames_out: int = 0
     waiting_send: bool = False
     probe_seen: int = 0
+    running: int = 0
+    slots: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +147,13 @@ class DataThreadDied:
     """The data thread has ended on its own; why, in words."""
 
     sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """This node is asked to end once it can be spared; why, in words. Answered by Drained."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,5 +178,6 @@ Event: TypeAlias = (
     | Counters
     | HopBroken
     | DataThreadDied
+    | Drain
     | Leave
 )

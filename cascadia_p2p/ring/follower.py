@@ -150,6 +150,8 @@ class Follower:
         head = form.members[0]
         if head.node != peer.node or head.instance != peer.instance or form.epoch.head != peer.instance:
             return f"the first member of epoch {form.epoch} is not its sender {peer.label}"
+        if core.leaving is not None:
+            return f"{core.label} is leaving"
         if seat is not None and core.heads:
             return f"{core.label} is itself the head of epoch {seat.epoch}"
         if seat is not None and seat.head.instance != peer.instance:
@@ -177,9 +179,9 @@ class Follower:
         if least != form.promise:
             return (
                 f"epoch {form.epoch} promises {form.promise.slots} slots of {form.promise.context} "
-                f"positions and {form.promise.rows} rows a frame; {core.label} can hold "
-                f"{core.profile.promise.slots} of {core.profile.promise.context} and "
-                f"{core.profile.promise.rows} rows"
+                f"positions, {form.promise.rows} rows a frame and {form.promise.kept} kept prefixes; "
+                f"{core.label} can hold {core.profile.promise.slots} of {core.profile.promise.context}, "
+                f"{core.profile.promise.rows} rows and {core.profile.promise.kept} prefixes"
             )
         return None
 

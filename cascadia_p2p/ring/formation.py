@@ -99,7 +99,14 @@ def plan(core: Core, avoided: Collection[NodeId] = ()) -> Plan:
 def _is_free(core: Core, peer: Peer, shard: int) -> bool:
     loaded = peer.claim.shard == shard and peer.claim.state.rank >= ClaimState.LOADED.rank
     mine = peer.ring is None or peer.ring.head == core.instance
-    return loaded and mine and not core.peers.is_suspect(peer, core.now)
+    there = not peer.leaving and not core.peers.is_suspect(peer, core.now)
+    return loaded and mine and there and _holds_enough(core, peer)
+
+
+def _holds_enough(core: Core, peer: Peer) -> bool:
+    """Whether the peer can hold the streams that are under way: with less, answers would be cut short."""
+    promise, needed = peer.intro.promise, core.counters
+    return promise.slots >= needed.slots and promise.context >= needed.context
 
 
 def _words(core: Core, missing: list[int]) -> str:
@@ -134,6 +141,14 @@ def _why(core: Core, shard: int) -> str:
             return f"{peer.label} has it and does not answer"
         if peer.ring is not None and peer.ring.head != core.instance:
             return f"{peer.label} has it and is in epoch {peer.ring}"
+        if peer.leaving:
+            return f"{peer.label} has it and is leaving"
+        if not _holds_enough(core, peer):
+            promise, needed = peer.intro.promise, core.counters
+            return (
+                f"{peer.label} has it and promises {promise.slots} slots of {promise.context} positions, "
+                f"where {needed.slots} of {needed.context} are in use"
+            )
         return f"{peer.label} has it and is not the head yet"
     if core.shard == shard:
         return f"{core.label} {_VERBS[core.state]}"

@@ -83,6 +83,21 @@ def mixed_software(own: Introduction, other: Introduction) -> str | None:
     )
 
 
+def mixed_numbers(own: Introduction, other: Introduction) -> str | None:
+    """A warning when two nodes that suit compute or keep numbers in different ways; None when they do not."""
+    differ = [
+        f"--{name} {mine} on {label(own)} and {theirs} on {label(other)}"
+        for name in ("precision", "cache")
+        if (mine := getattr(own, name)) and (theirs := getattr(other, name)) and mine != theirs
+    ]
+    if not differ:
+        return None
+    return (
+        f"{', '.join(differ)}: they may join, but which of them computes a shard then changes answers; start "
+        "all nodes of a ring alike"
+    )
+
+
 def clone(own: Introduction, kept: Introduction, other: Introduction, *, serving: bool) -> Refusal:
     """The refusal for a second living instance of a node id.
 

@@ -1,10 +1,10 @@
-"""The head's part: form a ring of loaded nodes, prove it with a probe, open it, close it when one is lost.
+"""The head's part: form a ring of loaded nodes, prove it with a probe, open it, form it anew after a loss.
 
 Candidate is the node whose loaded claim on shard 0 goes first among those that are not suspect. It forms as
 soon as live loaded nodes cover every shard, and says which shards are missing, in words, when they do not
 (on change, and every ten seconds). The members of one formation are fixed; what goes wrong with any of them
-ends the epoch, and a new epoch is formed: at once after a ring that was stable, else after a back-off that
-grows and is jittered by instance, so that two candidates do not meet again and again.
+ends the epoch, and a new epoch is formed: at once after a ring that was stable or whose member is gone, else
+after a back-off that grows and is jittered by instance, so that two candidates do not meet again and again.
 
 FORM is repeated until READY, OPEN until the member's State says `serving`: either may be lost with a
 connection. Whoever is not READY in time is named, and is the last choice for its shard for a while (never
@@ -26,12 +26,14 @@ from cascadia_p2p.ring.actions import (
     PauseAdmission,
     ResumeAdmission,
     SendProbe,
+    SetPace,
     StopBeingHead,
 )
 from cascadia_p2p.ring.claims import ranked
 from cascadia_p2p.ring.core import Core, Seat
 from cascadia_p2p.ring.formation import Attempt, next_epoch, plan, shard_list
 from cascadia_p2p.ring.membership import Peer
+from cascadia_p2p.ring.stagetime import Pace, StageTime, ring_time
 from cascadia_p2p.ring.watch import HopWatch
 from cascadia_p2p.types import Epoch, NodeId, Promise
 from cascadia_p2p.wire.messages import Beat, ClaimState, Close, Form, Member, Open, Ready, Reject
@@ -49,6 +51,7 @@ class Head:
         self._retry_at = core.now
         self._candidate_since: float | None = None
         self._probe = 0
+        self._paces: tuple[Pace, ...] = ()
 
     # ------------------------------------------------------------------ becoming the head
 
@@ -58,6 +61,8 @@ class Head:
         candidate = self._is_candidate()
         self._serve_clients(candidate)
         if core.seat is not None or not candidate or core.now < self._retry_at:
+            return
+        if core.leaving is not None and not core.counters.slots:
             return
         self._avoided = {node: until for node, until in self._avoided.items() if until > core.now}
         chosen = plan(core, self._avoided)
@@ -72,7 +77,9 @@ class Head:
         if core.seat is not None or core.shard != 0 or core.state is not ClaimState.LOADED:
             return False
         rivals = [
-            peer for peer in core.peers if peer.claim.shard == 0 and not core.peers.is_suspect(peer, core.now)
+            peer
+            for peer in core.peers
+            if peer.claim.shard == 0 and not peer.leaving and not core.peers.is_suspect(peer, core.now)
         ]
         claims = [core.own_holder(), *(core.holder(peer) for peer in rivals)]
         return ranked(claims, core.times.claim_tolerance)[0].node == core.node
@@ -178,6 +185,7 @@ class Head:
         seat.open = True
         attempt.opened_at = attempt.open_at = core.now
         core.dirty = True
+        self._tell_pace(seat)
         core.act(OpenRing(seat.epoch, seat.members, seat.promise))
         self._send_open(seat, [member.node for member in seat.others])
         core.say(
@@ -191,11 +199,12 @@ class Head:
 
     # ------------------------------------------------------------------ loss
 
-    def on_gone(self, peer: Peer, reason: str) -> None:
-        """A peer is gone; if it was a member, so is the ring."""
+    def on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+        """A peer is gone, or has said goodbye; if it was a member, so is the ring."""
         seat = self._core.seat
         if seat is not None and self.attempt is not None and peer.node in self.attempt.beat_at:
-            self._end(reason, self._shards_of(seat, {peer.node}))
+            lost = None if left else peer.node
+            self._end(reason, self._shards_of(seat, {peer.node}), lost=lost, at_once=True)
 
     def leave(self, reason: str) -> None:
         """This node ends; tell the members."""
@@ -225,13 +234,14 @@ class Head:
         for member in seat.others:
             peer = core.peers.get(member.node, member.instance)
             if peer is None:
-                self._end(f"{core.name(member.node)} is gone", (member.shard,))
+                self._end(f"{core.name(member.node)} is gone", (member.shard,), lost=member.node)
                 return True
             silent = core.peers.silence(attempt.beat_at[member.node], core.now)
             if silent >= core.times.gone:
                 self._avoid(member.node)
                 core.drop(peer, redial=True)
-                self._end(f"{peer.label} has not beaten for {silent:.1f} s", (member.shard,))
+                reason = f"{peer.label} has not beaten for {silent:.1f} s"
+                self._end(reason, (member.shard,), lost=member.node)
                 return True
             if self._has_left(peer, seat, attempt):
                 self._end(f"{peer.label} has left epoch {seat.epoch}", (member.shard,))
@@ -285,7 +295,14 @@ class Head:
             self._send_open(seat, deaf)
         if attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable:
             self._failures = 0
-        self._pause_or_resume(self._suspects(attempt))
+        leavers = [peer for peer in core.peers if peer.leaving and peer.node in attempt.beat_at]
+        if leavers and self._spare(leavers, seat):
+            return
+        self._pause_or_resume(
+            [*self._suspects(attempt), *(f"{peer.label} is leaving" for peer in leavers)],
+            drains=core.leaving is not None,
+        )
+        self._tell_pace(seat)
         slowest = max([core.layer_s, *(peer.layer_s for peer in core.peers if peer.node in attempt.beat_at)])
         limit = max(core.times.stuck, core.times.stuck_layers * slowest)
         blame = attempt.watch.blame(lambda since: core.peers.silence(since, core.now), limit)
@@ -302,7 +319,19 @@ class Head:
             )
         else:
             reason = f"{name} took a frame and has made no progress for {blame.seconds:.1f} s: it is stuck"
-        self._end(reason, (member.shard,))
+        self._end(reason, (member.shard,), lost=member.node)
+
+    def _tell_pace(self, seat: Seat) -> None:
+        """Tell the scheduler the stages' times when any of them has become known."""
+        core = self._core
+        peers = [core.peers.get(member.node) for member in seat.others]
+        paces = (core.pace, *(() if peer is None else peer.pace for peer in peers))
+        if paces == self._paces:
+            return
+        self._paces = paces
+        times = ring_time([StageTime.measured(pace) for pace in paces])
+        if times is not None:
+            core.act(SetPace(times))
 
     def _suspects(self, attempt: Attempt) -> list[str]:
         core = self._core
@@ -316,14 +345,25 @@ class Head:
                 found.append(f"{peer.label} has not beaten for more than {core.times.suspect:g} s")
         return found
 
-    def _pause_or_resume(self, suspects: list[str]) -> None:
+    def _spare(self, leavers: list[Peer], seat: Seat) -> bool:
+        """Let members go that asked for it, if others take their places or nothing runs; whether that was."""
         core = self._core
+        chosen = plan(core, self._avoided)
+        if chosen.members is None and core.counters.running:
+            return False
+        names = " and ".join(peer.label for peer in leavers)
+        missing = () if chosen.members else self._shards_of(seat, {peer.node for peer in leavers})
+        self._end(f"{names} {'is' if len(leavers) == 1 else 'are'} leaving", missing, at_once=True)
+        return True
+
+    def _pause_or_resume(self, suspects: list[str], *, drains: bool = False) -> None:
+        core = self._core
+        if drains:
+            suspects = [*suspects, f"{core.label} is leaving"]
         if suspects and self.paused is None:
             self.paused = "; ".join(suspects)
             core.act(PauseAdmission(self.paused))
-            core.say(
-                "warning", "member_suspect", f"{self.paused}; no new request is started until it is heard"
-            )
+            core.say("warning", "member_suspect", f"{self.paused}; no new request is started for now")
         elif not suspects and self.paused is not None:
             self.paused = None
             core.act(ResumeAdmission())
@@ -386,8 +426,17 @@ class Head:
             "port open in its firewall?"
         )
 
-    def _end(self, reason: str, missing: tuple[int, ...]) -> None:
-        """End the epoch here and at every member, and form again after a while."""
+    def _end(
+        self, reason: str, missing: tuple[int, ...], *, lost: NodeId | None = None, at_once: bool = False
+    ) -> None:
+        """End the epoch here and at every member, and form again.
+
+        Args:
+            reason: a sentence.
+            missing: shards that nobody serves now.
+            lost: a member that went without a goodbye; what it was computing may be why.
+            at_once: form again without a pause: the cause is gone.
+        """
         core, seat, attempt = self._core, self._core.seat, self.attempt
         if seat is None or attempt is None:
             return
@@ -396,20 +445,28 @@ class Head:
             core.send(member.node, message)
         self.attempt = None
         self.paused = None
-        core.stand_up(reason, missing)
+        core.stand_up(reason, missing, self._held_by(lost, seat, attempt))
         stable = attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable
         if stable:
             self._failures = 0
-        wait = self._back_off() if not stable else 0.0
+        wait = 0.0 if stable or at_once else self._back_off()
         self._retry_at = core.now + wait
-        lost = f"; {shard_list(missing)} is missing" if len(missing) == 1 else ""
+        lacks = f"; {shard_list(missing)} is missing" if len(missing) == 1 else ""
         core.say(
             "warning",
             "ring_closed" if seat.open else "formation_failed",
-            f"{'the ring closed' if seat.open else 'the ring could not be formed'}: {reason}{lost}",
+            f"{'the ring closed' if seat.open else 'the ring could not be formed'}: {reason}{lacks}",
             epoch=str(seat.epoch),
             retry_s=round(wait, 3),
         )
+
+    def _held_by(self, lost: NodeId | None, seat: Seat, attempt: Attempt) -> int:
+        """The first frame that a lost member had not passed on; 0 when none was lost while serving."""
+        if lost is None or not seat.open:
+            return 0
+        attempt.watch.update(0, self._core.beat(), self._core.now)
+        stage = next(index for index, member in enumerate(seat.members) if member.node == lost)
+        return attempt.watch.held(stage)
 
     def _back_off(self) -> float:
         core = self._core

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.ring import snapshot
-from cascadia_p2p.ring.actions import Action, Answer, Broadcast, Dial, Fatal
+from cascadia_p2p.ring.actions import Action, Answer, Broadcast, Dial, Drained, Fatal
 from cascadia_p2p.ring.assigner import Assigner
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.events import (
@@ -36,6 +36,7 @@ from cascadia_p2p.ring.events import (
     ConnectionRefused,
     Counters,
     DataThreadDied,
+    Drain,
     Event,
     Heard,
     HopBroken,
@@ -92,6 +93,7 @@ class RingMachine:
         self._follower = Follower(self._core)
         self._meeting = Meeting(self._core, self._on_gone)
         self._left: str | None = None
+        self._drained = False
         self._ticked_at = now
         self._beat_at = now
         self._gap_since: tuple[str, float] = ("", now)
@@ -159,6 +161,8 @@ class RingMachine:
                 self._connection(event)
             case Counters():
                 self._core.counters = event
+            case Drain():
+                self._drain(event.reason)
             case Leave():
                 self._leave(event.reason)
             case DataThreadDied():
@@ -234,7 +238,7 @@ class RingMachine:
             case Bye():
                 core.peers.bury(peer.instance, core.now + core.times.departed)
                 core.drop(peer, redial=False)
-                self._on_gone(peer, f"{peer.label} left: {message.reason}")
+                self._on_gone(peer, f"{peer.label} left: {message.reason}", left=True)
 
     def _connection(self, event: ConnectionLost | ConnectionRefused) -> None:
         core = self._core
@@ -255,7 +259,7 @@ class RingMachine:
             case LoadProgress():
                 core.progress = min(1.0, max(0.0, event.share))
             case ShardLoaded():
-                core.progress, core.layer_s = 1.0, max(0.0, event.layer_s)
+                core.progress, core.layer_s, core.pace = 1.0, max(0.0, event.layer_s), event.pace
                 core.set_state(ClaimState.LOADED)
                 core.say(
                     "info", "shard_loaded", f"{core.label} has loaded shard {event.shard}", shard=event.shard
@@ -289,6 +293,7 @@ class RingMachine:
         """Decide what follows from the present table."""
         self._assigner.tick()
         self._head.consider()
+        self._tell_drained()
         self._tell_role()
         self._tell_waiting()
 
@@ -319,12 +324,28 @@ class RingMachine:
 
     # ------------------------------------------------------------------ loss and leaving
 
-    def _on_gone(self, peer: Peer, reason: str) -> None:
+    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
         core = self._core
         core.dirty = True
         core.say("info", "peer_gone", reason, node=peer.node, instance=peer.instance)
-        role = self._head if core.heads else self._follower
-        role.on_gone(peer, reason)
+        if core.heads:
+            self._head.on_gone(peer, reason, left=left)
+        else:
+            self._follower.on_gone(peer, reason)
+
+    def _drain(self, reason: str) -> None:
+        core = self._core
+        if core.leaving is None:
+            core.leaving, core.dirty = reason, True
+            core.say("info", "draining", f"{core.label} takes no new work and leaves when it can: {reason}")
+
+    def _tell_drained(self) -> None:
+        """Say once that nothing needs this node: it has no seat, or heads a ring that nobody waits for."""
+        core = self._core
+        idle = not core.counters.slots
+        if core.leaving is not None and not self._drained and idle and (core.seat is None or core.heads):
+            self._drained = True
+            core.act(Drained())
 
     def _leave(self, reason: str) -> None:
         core = self._core

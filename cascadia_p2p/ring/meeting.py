@@ -19,6 +19,7 @@ from cascadia_p2p.ring.greeting import (
     clone,
     is_self,
     label,
+    mixed_numbers,
     mixed_software,
     other_version,
     refusal,
@@ -151,6 +152,8 @@ class Meeting:
         )
         if warning := mixed_software(own, intro):
             core.say_seldom(f"mixed {intro.node}", "warning", "software_mixed", warning)
+        if warning := mixed_numbers(own, intro):
+            core.say_seldom(f"numbers {intro.node}", "warning", "numbers_mixed", warning)
 
     def _turn_away(
         self,

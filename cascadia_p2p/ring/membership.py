@@ -25,6 +25,7 @@ from typing import Final
 
 from cascadia_p2p.ring.greeting import label
 from cascadia_p2p.ring.profile import Times
+from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId
 from cascadia_p2p.wire.messages import Beat, Claim, Introduction, State
 
@@ -71,6 +72,8 @@ class Peer:
     progress: float = 0.0
     standby: bool = False
     layer_s: float = 0.0
+    pace: Pace = ()
+    leaving: bool = False
     beat: Beat | None = None
     beat_at: float | None = None
     lost_at: float | None = None
@@ -101,13 +104,16 @@ class Peer:
             self.ring,
             self.counter,
             self.standby,
+            self.leaving,
         )
         self.claim, self.since = state.claim, now - state.claim.age_s
         self.holds, self.client, self.ring = state.holds, state.client, state.ring
         self.counter = max(self.counter, state.epoch)
         self.progress, self.standby, self.layer_s = state.progress, state.standby, state.layer_s
+        self.pace, self.leaving = state.pace, state.leaving
         return before != (
-            self.claim.shard, self.claim.state, self.holds, self.client, self.ring, self.counter, self.standby
+            self.claim.shard, self.claim.state, self.holds, self.client, self.ring, self.counter,
+            self.standby, self.leaving,
         )  # fmt: skip
 
 

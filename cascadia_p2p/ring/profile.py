@@ -28,6 +28,7 @@ class NodeProfile:
         control, data: where this node's sockets can be reached.
         client: where clients would be served if this node became the head.
         device: for people.
+        precision, cache: how exactly it computes, and how it keeps keys and values; "" when not known.
         pid: of this process.
         shard: the shard that a person asked for.
 
@@ -54,6 +55,8 @@ class NodeProfile:
     pid: int
     shard: int | None = None
     sources: tuple[str, ...] = ()
+    precision: str = ""
+    cache: str = ""
 
     def __post_init__(self) -> None:
         held = ", ".join(map(str, sorted(self.holds)))

@@ -8,11 +8,19 @@ Prefill and decode are one thing here: a stream has ids (prompt and generated), 
 into the ring. Whatever is not sent is pending; a window of pending rows that reaches the end of the ids asks
 for the next token, and the stream then has nothing to send until that token is back. Putting a stream back
 after a lost node therefore is `sent = 0`.
+
+A frame (`Policy` has the numbers):
+
+- While only answers run, a frame takes the rows that are ready, up to the number that ends a round soonest.
+- While prompts wait, frames are longer. Decode rows that are ready go first, and prompts fill the rest; when
+  both are more than fits, each side gets its share over the frames, one row at least in the end.
+- Prompts go in the order in which they are due (`turns`), as many in one frame as fit. Their windows follow
+  each other without waiting for answers.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,124 +29,24 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.ring.operations import Operations
 from cascadia_p2p.ring.policy import Policy
-from cascadia_p2p.types import GREEDY, Promise, Sampling, StreamId
+from cascadia_p2p.ring.prefixes import BLOCK, PrefixCounts, Prefixes
+from cascadia_p2p.ring.streams import Plan, Score, Stream, StreamRequest, Update
+from cascadia_p2p.ring.turns import Turns
+from cascadia_p2p.types import Promise, StreamId
 from cascadia_p2p.wire.client import FinishReason
-from cascadia_p2p.wire.frames import (
-    OPERATION,
-    SEGMENT,
-    OperationKind,
-    SegmentError,
-    SegmentFlag,
-    alternative_table,
-)
+from cascadia_p2p.wire.frames import SEGMENT, SegmentError, SegmentFlag, alternative_table
+
+__all__ = ["Plan", "PrefixCounts", "Scheduler", "Score", "Stream", "StreamRequest", "Update"]
 
 NO_ALTERNATIVES: Final = alternative_table()
 
-
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
-    """One request in token ids.
-
-    Args:
-        stream: the number the head gave it.
-        prompt: at least one id, each within the vocabulary.
-        max_tokens: at least 1; the scheduler lowers it to what the context can hold.
-        stop_ids: a generated id among these ends the answer and is its last id.
-        sampling: how its tokens are chosen.
-        alternatives: likeliest tokens to be named beside each of its own.
-    """
-
-    stream: StreamId
-    prompt: tuple[int, ...]
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    sampling: Sampling = GREEDY
-    alternatives: int = 0
-
-
-@dataclass(slots=True)
-class Stream:
-    """The state of one request; positions are counted from 0, times in seconds of the caller's clock."""
-
-    request: StreamRequest
-    ids: list[int]
-    submitted_at: float
-    slot: int | None = None
-    sent: int = 0
-    awaited: bool = False
-    started_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-    @property
-    def pending(self) -> int:
-        """Rows that can be sent now."""
-        return 0 if self.awaited else len(self.ids) - self.sent
-
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far."""
-        return len(self.ids) - len(self.request.prompt)
-
-    @property
-    def decoding(self) -> bool:
-        """The prompt is through: what is pending is the one row of the newest token."""
-        return self.generated > 0 and self.sent == len(self.ids) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One frame to run and send.
-
-    Args:
-        number: 1, 2, 3, ... within an epoch.
-        segments: `SEGMENT` array, in row order.
-        operations: `OPERATION` array, applied before the rows, in order.
-        tokens: int32 `[rows]`, the ids to embed.
-    """
-
-    number: int
-    segments: npt.NDArray[np.void]
-    operations: npt.NDArray[np.void]
-    tokens: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Natural logarithms of probabilities at temperature 1, before any cut.
-
-    Args:
-        logprob: of the token that was chosen.
-        alternatives: ids and logprobs of the likeliest tokens, the likeliest first.
-    """
-
-    logprob: float
-    alternatives: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What happened to one stream: new tokens, and at the end exactly one finish or error.
-
-    Args:
-        stream: the stream's state; finished streams are no longer changed by the scheduler.
-        tokens: the ids that came with this update.
-        finish: set when the answer is complete.
-        error: set when the stream failed.
-        scores: of the tokens, as many.
-    """
-
-    stream: Stream
-    tokens: tuple[int, ...] = ()
-    finish: FinishReason | None = None
-    error: RequestError | None = None
-    scores: tuple[Score, ...] = ()
-
-    @property
-    def terminal(self) -> bool:
-        """Nothing more comes for this stream."""
-        return self.finish is not None or self.error is not None
+_WANT_TOKEN: Final = int(SegmentFlag.WANT_TOKEN)
+_NONE: Final = int(SegmentError.NONE)
+_LONGEST_RETRY_S: Final = 600.0
+_FINISHES: Final = 64
+"""Ends of answers from which the rate of a busy ring is told."""
 
 
 @dataclass(slots=True)
@@ -148,6 +56,7 @@ class _Ring:
     stages: int
     promise: Promise
     free: list[int]
+    prefixes: Prefixes | None
     number: int = 0
     in_flight: deque[int] = field(default_factory=deque)
 
@@ -156,18 +65,27 @@ class Scheduler:
     """Decides what goes into the ring; every submitted stream ends in exactly one terminal update.
 
     Args:
-        policy: rows a frame, windows and bounds.
+        policy: rows a frame, windows and bounds; may be replaced at any time.
+        block: positions in a block at the stages; prefixes are kept up to a block's end.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, block: int = BLOCK) -> None:
         self.policy = policy
         self.admitting = True
         """Whether waiting streams may start; those that run go on either way."""
-        self._waiting: deque[Stream] = deque()
+        self.prefix_counts = PrefixCounts()
+        self._block = block
+        self._waiting: OrderedDict[StreamId, Stream] = OrderedDict()
         self._running: dict[StreamId, Stream] = {}
-        self._turns: deque[StreamId] = deque()
-        self._operations: list[tuple[OperationKind, StreamId, int]] = []
+        self._turns = Turns()
+        self._operations = Operations()
         self._ring: _Ring | None = None
+        self._owed = 0.0
+        self._mixed = 0
+        self._shaped: Policy | None = None
+        self._shapes: dict[int, tuple[int, int]] = {}
+        """Rows and frames by the number of streams that decode, for the policy `_shaped`."""
+        self._finished: deque[float] = deque(maxlen=_FINISHES)
 
     # --- the ring -----------------------------------------------------------------------------------------
 
@@ -177,17 +95,19 @@ class Scheduler:
         Streams that were running are put back to the front of the queue, those with the least to prefill
         first; what they generated stays. Streams that this ring can not hold end, and are returned.
         """
-        back = sorted(self._running.values(), key=lambda s: (len(s.ids), s.request.stream))
+        back = sorted(self._running.values(), key=lambda s: (len(s.ids), s.id))
         for stream in reversed(back):
-            stream.slot, stream.sent, stream.awaited = None, 0, False
-            self._waiting.appendleft(stream)
+            self._put_back(stream)
         self._running.clear()
         self._turns.clear()
         self._operations.clear()
-        self._ring = _Ring(stages, promise, free=list(range(promise.slots - 1, -1, -1)))
-        too_long = [stream for stream in self._waiting if len(stream.ids) > promise.context]
+        self._owed, self._mixed, self._shaped = 0.0, 0, None
+        self.prefix_counts.entries = self.prefix_counts.kept = 0
+        prefixes = Prefixes(promise, self.prefix_counts, self._block) if promise.kept else None
+        self._ring = _Ring(stages, promise, list(range(promise.slots - 1, -1, -1)), prefixes)
+        too_long = [stream for stream in self._waiting.values() if len(stream.ids) > promise.context]
         for stream in too_long:
-            self._waiting.remove(stream)
+            del self._waiting[stream.id]
         return [self._outgrown(stream, promise.context) for stream in too_long]
 
     def close(self) -> None:
@@ -212,7 +132,7 @@ class Scheduler:
     def streams(self) -> Iterator[Stream]:
         """Every stream that has not ended, the running ones first."""
         yield from self._running.values()
-        yield from self._waiting
+        yield from self._waiting.values()
 
     # --- streams ------------------------------------------------------------------------------------------
 
@@ -229,26 +149,32 @@ class Scheduler:
             raise RequestError(
                 ErrorCode.OVERLOADED,
                 f"{len(self._waiting)} requests wait already, the most this node queues: try again later",
-                retry_after_s=self.policy.retry_after_s,
+                retry_after_s=self.retry_after(now),
             )
-        self._waiting.append(Stream(request, list(request.prompt), submitted_at=now))
+        self._waiting[request.stream] = Stream(request, list(request.prompt), submitted_at=now)
         return len(self._waiting) - 1
+
+    def retry_after(self, now: float) -> float:
+        """Seconds until half of the queue will have started, at the rate at which answers ended lately."""
+        if len(self._finished) < 2 or now <= self._finished[0]:
+            return self.policy.retry_after_s
+        rate = len(self._finished) / (now - self._finished[0])
+        return round(min(max(len(self._waiting) / (2 * rate), 1.0), _LONGEST_RETRY_S), 1)
 
     def drop(self, stream: StreamId, error: RequestError) -> Update | None:
         """End a stream in any state with `error`; None when it has ended already."""
+        waiting = self._waiting.pop(stream, None)
+        if waiting is not None:
+            return Update(waiting, error=error)
         found = self._running.get(stream)
-        if found is not None:
-            self._retire(found)
-            return Update(found, error=error)
-        for waiting in self._waiting:
-            if waiting.request.stream == stream:
-                self._waiting.remove(waiting)
-                return Update(waiting, error=error)
-        return None
+        if found is None:
+            return None
+        self._retire(found, keep=True)
+        return Update(found, error=error)
 
     def drop_all(self, error: RequestError) -> list[Update]:
         """End every stream with `error`."""
-        ids = [stream.request.stream for stream in self.streams()]
+        ids = [stream.id for stream in self.streams()]
         return [update for i in ids if (update := self.drop(i, error)) is not None]
 
     # --- frames -------------------------------------------------------------------------------------------
@@ -258,10 +184,12 @@ class Scheduler:
         ring = self._ring
         if ring is None:
             return None
-        self._admit(ring, now)
-        if len(ring.in_flight) >= self._credits(ring):
+        if self._waiting:
+            self._admit(ring, now)
+        rows, frames = self._shape(ring)
+        if len(ring.in_flight) >= self._credits(ring, frames):
             return None
-        windows = self._take_windows(ring)
+        windows = self._take_windows(ring, rows)
         if not windows and not self._operations:
             return None
         return self._compose(ring, windows)
@@ -288,15 +216,26 @@ class Scheduler:
         if ring is None or not ring.in_flight or ring.in_flight[0] != number:
             raise ValueError(f"the token frame {number} answers no frame in flight")
         ring.in_flight.popleft()
-        updates, named = [], 0
-        for record in records:
-            stream = self._running.get(StreamId(int(record["stream"])))
-            first, named = named, named + int(record["alternatives"])
-            if stream is not None:
-                updates.append(self._advance(stream, record, alternatives[first:named], now))
+        updates: list[Update] = []
+        if not len(records):
+            return updates
+        named = alternatives.tolist() if len(alternatives) else []
+        first = 0
+        for stream_id, _, position, token, logprob, status, stage, count in records.tolist():
+            stream = self._running.get(stream_id)
+            # What was sent before a stream was put back is answered after it.
+            if stream is not None and number < stream.started_frame:
+                stream = None
+            last = first + count
+            if status != _NONE:
+                updates += self._fail(ring, stream_id, stream, SegmentError(status), stage)
+            elif stream is not None:
+                score = Score(logprob, tuple(named[first:last]))
+                updates.append(self._advance(stream, position, token, score, now))
+            first = last
         return updates
 
-    # --- inside -------------------------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------------------
 
     def _outgrown(self, stream: Stream, context: int) -> Update:
         """The end of a stream that is too long: an answer that was under way ends as one of full length."""
@@ -306,89 +245,133 @@ class Scheduler:
 
     def _admit(self, ring: _Ring, now: float) -> None:
         while self.admitting and self._waiting and ring.free:
-            stream = self._waiting.popleft()
-            stream.slot = ring.free.pop()
+            stream = self._waiting.popitem(last=False)[1]
+            stream.slot, stream.started_frame = ring.free.pop(), ring.number + 1
+            if ring.prefixes is not None:
+                self._look_up(ring.prefixes, stream)
+            else:
+                self._operations.start(stream.request, stream.slot)
             if stream.started_at is None:
-                stream.started_at = now
-            self._running[stream.request.stream] = stream
-            self._turns.append(stream.request.stream)
-            self._operations.append((OperationKind.START, stream.request.stream, stream.slot))
+                stream.started_at, stream.reused = now, stream.sent
+            self._running[stream.id] = stream
+            self._turns.add_prompt(stream)
 
-    def _credits(self, ring: _Ring) -> int:
-        """Frames that may be in flight: one a stage, and no more than all streams fill."""
-        streams = list(self._running.values())
-        rows = self.policy.decode_rows(len(streams), ring.stages, ring.promise.rows)
-        frames = -(-len(streams) // rows)
-        if any(not stream.decoding and stream.pending for stream in streams):
+    def _look_up(self, prefixes: Prefixes, stream: Stream) -> None:
+        """Start a stream from the longest kept prefix of its ids."""
+        slot = 0 if stream.slot is None else stream.slot
+        tokens = stream.request.max_tokens - stream.generated
+        stream.holding, entry, evicted = prefixes.begin(stream.id, stream.ids, tokens, attach=stream.attach)
+        self._evict(evicted)
+        self._operations.start(stream.request, slot)
+        if entry is not None:
+            self._operations.attach(stream.id, slot, entry.position, entry.number)
+            stream.sent = entry.position
+
+    def _put_back(self, stream: Stream) -> None:
+        """Let a stream wait again, before all others."""
+        stream.put_back()
+        self._waiting[stream.id] = stream
+        self._waiting.move_to_end(stream.id, last=False)
+
+    # --- composing ----------------------------------------------------------------------------------------
+
+    def _shape(self, ring: _Ring) -> tuple[int, int]:
+        """Rows a frame and frames in flight for the streams that decode now."""
+        decoding = len(self._running) - self._turns.prompts
+        if self.policy is not self._shaped:
+            self._shaped = self.policy
+            self._shapes.clear()
+        shape = self._shapes.get(decoding)
+        if shape is None:
+            policy, streams = self.policy, max(decoding, 1)
+            rows = policy.decode_rows(streams, ring.stages, ring.promise.rows)
+            shape = rows, policy.frames(streams, ring.stages, ring.promise.rows)
+            self._shapes[decoding] = shape
+        return shape
+
+    def _credits(self, ring: _Ring, frames: int) -> int:
+        """Frames that may be in flight; with prompts, one a stage and one on the way."""
+        if self._turns.prompts:
             frames = max(frames, ring.stages + 1)
-        return max(1, min(frames, self.policy.frames_in_flight))
+        return min(frames, max(1, self.policy.frames_in_flight))
 
-    def _take_windows(self, ring: _Ring) -> list[tuple[Stream, int]]:
-        """Choose (stream, rows) in turn order: decode rows up to their bound, then one prompt's window."""
-        ready = [self._running[i] for i in self._turns if self._running[i].pending]
-        decode_rows = self.policy.decode_rows(len(self._running), ring.stages, ring.promise.rows)
-        taken = [(stream, 1) for stream in ready if stream.decoding][:decode_rows]
-        left = ring.promise.rows - len(taken)
-        prompt = next((stream for stream in ready if not stream.decoding), None)
-        if prompt is not None and left > 0:
-            shared = len(self._running) > 1
-            taken.append((prompt, self.policy.window(prompt.pending, ring.stages, left, shared=shared)))
-        for stream, _ in taken:
-            self._turns.remove(stream.request.stream)
-            self._turns.append(stream.request.stream)
+    def _take_windows(self, ring: _Ring, decode_rows: int) -> list[tuple[Stream, int]]:
+        """Choose (stream, rows): decode rows, the one that has waited longest first, then prompts."""
+        turns = self._turns
+        if not turns.prompts:
+            self._mixed = 0
+            return [(turns.take_decoding(), 1) for _ in range(min(turns.decoding, decode_rows))]
+        decoding = len(self._running) - turns.prompts
+        rows = self._mixed = self.policy.mixed_rows(
+            turns.pending, turns.prompts, decoding, ring.stages, ring.promise.rows, self._mixed
+        )
+        ready = min(turns.decoding, rows)
+        if ready + turns.pending > rows:
+            self._owed = min(self._owed + rows * self.policy.share(turns.prompts), rows) if ready else 0.0
+            ready = min(ready, rows - min(int(self._owed), turns.pending))
+        taken = [(turns.take_decoding(), 1) for _ in range(ready)]
+        left = rows - ready
+        for stream in turns.waiting_prompts():
+            if not left:
+                break
+            window = min(stream.pending, left)
+            if stream.holding is not None:
+                window = min(window, stream.holding.rows_to_cut(stream.sent) or window)
+            taken.append((stream, window))
+            left -= window
+        self._owed = max(0.0, self._owed - (rows - ready - left))
         return taken
 
     def _compose(self, ring: _Ring, windows: list[tuple[Stream, int]]) -> Plan:
-        segments = np.zeros(len(windows), SEGMENT)
-        tokens: list[int] = []
-        for segment, (stream, rows) in zip(segments, windows, strict=True):
-            end = stream.sent + rows
-            stream.awaited = end == len(stream.ids)
-            segment["stream"] = stream.request.stream
-            segment["slot"] = 0 if stream.slot is None else stream.slot
-            segment["start"], segment["rows"] = stream.sent, rows
-            segment["flags"] = SegmentFlag.WANT_TOKEN if stream.awaited else 0
-            tokens += stream.ids[stream.sent : end]
-            stream.sent = end
-        operations = np.zeros(len(self._operations), OPERATION)
-        for operation, (kind, stream_id, slot) in zip(operations, self._operations, strict=True):
-            operation["kind"], operation["stream"], operation["slot"] = kind, stream_id, slot
-            if kind is OperationKind.START:
-                self._put_sampling(operation, self._running[stream_id].request)
-        self._operations.clear()
         ring.number += 1
         ring.in_flight.append(ring.number)
-        return Plan(ring.number, segments, operations, np.array(tokens, np.int32))
+        segments: list[tuple[int, int, int, int, int, int, int]] = []
+        tokens: list[int] = []
+        for stream, rows in windows:
+            start, end = stream.sent, stream.sent + rows
+            slot = 0 if stream.slot is None else stream.slot
+            self._keep(ring, stream)
+            stream.sent = end
+            stream.awaited = end == len(stream.ids)
+            self._turns.sent(stream, rows)
+            tokens += stream.ids[start:end]
+            segments.append((stream.id, slot, start, rows, _WANT_TOKEN if stream.awaited else 0, 0, 0))
+        return Plan(
+            ring.number,
+            np.array(segments, SEGMENT),
+            self._operations.take(),
+            np.array(tokens, np.int32),
+        )
 
-    @staticmethod
-    def _put_sampling(operation: np.void, request: StreamRequest) -> None:
-        sampling = request.sampling
-        for name in ("seed", "top_k", "temperature", "top_p"):
-            operation[name] = getattr(sampling, name)
-        operation["logprobs"] = request.alternatives
+    def _keep(self, ring: _Ring, stream: Stream) -> None:
+        """Have kept what a stream holds, if that ends where something is kept of it."""
+        if ring.prefixes is None or stream.holding is None or not stream.sent or stream.sent % self._block:
+            return
+        generating = stream.generated > 0
+        entry = ring.prefixes.keep(stream.holding, stream.ids, stream.sent, generating=generating)
+        if entry is not None:
+            slot = 0 if stream.slot is None else stream.slot
+            self._operations.keep(stream.id, slot, stream.sent, entry)
 
-    def _advance(
-        self, stream: Stream, record: np.void, alternatives: npt.NDArray[np.void], now: float
-    ) -> Update:
-        status = SegmentError(int(record["status"]))
-        if status is not SegmentError.NONE:
-            self._retire(stream)
-            return Update(stream, error=_stage_error(status, int(record["stage"])))
-        if int(record["position"]) != len(stream.ids) or not stream.awaited:
-            self._retire(stream)
-            text = f"the ring answered position {int(record['position'])} where {len(stream.ids)} was due"
+    # --- answers ------------------------------------------------------------------------------------------
+
+    def _advance(self, stream: Stream, position: int, token: int, score: Score, now: float) -> Update:
+        if position != len(stream.ids) or not stream.awaited:
+            text = f"the ring answered position {position} where {len(stream.ids)} was due"
+            self._retire(stream, keep=False)
             return Update(stream, error=RequestError(ErrorCode.INTERNAL, text))
-        token = int(record["token"])
         stream.ids.append(token)
         stream.awaited = False
         stream.last_token_at = now
         if stream.first_token_at is None:
             stream.first_token_at = now
         finish = self._finish(stream, token)
-        if finish is not None:
-            self._retire(stream)
-        named = tuple(zip(alternatives["token"].tolist(), alternatives["logprob"].tolist(), strict=True))
-        return Update(stream, (token,), finish, scores=(Score(float(record["logprob"]), named),))
+        if finish is None:
+            self._turns.add_decoding(stream)
+        else:
+            self._retire(stream, keep=True)
+            self._finished.append(now)
+        return Update(stream, (token,), finish, scores=(score,))
 
     def _finish(self, stream: Stream, token: int) -> FinishReason | None:
         if token in stream.request.stop_ids:
@@ -398,21 +381,54 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _retire(self, stream: Stream) -> None:
+    def _fail(
+        self, ring: _Ring, stream_id: StreamId, stream: Stream | None, status: SegmentError, stage: int
+    ) -> list[Update]:
+        """A stage could not compute a stream, which may have ended meanwhile.
+
+        What was kept of it may be missing at that stage. A stream that started from a prefix that is missing
+        there starts again from nothing, once.
+        """
+        if ring.prefixes is not None:
+            self._evict(ring.prefixes.evict_kept_from(stream_id))
+        if stream is None:
+            return []
+        attached = 0 if stream.holding is None else stream.holding.attached
+        self._retire(stream, keep=False)
+        if status is not SegmentError.PREFIX or not attached or ring.prefixes is None:
+            return [Update(stream, error=_stage_error(status, stage))]
+        self._evict(ring.prefixes.evict_prefix_of(stream.ids, attached))
+        stream.attach, stream.reused = False, 0
+        self._put_back(stream)
+        return []
+
+    def _evict(self, entries: list[int]) -> None:
+        for number in entries:
+            self._operations.evict(number)
+
+    def _retire(self, stream: Stream, *, keep: bool) -> None:
         """Take a stream out of its slot; its release goes out before the slot's next start.
 
-        A start that has not gone out is taken back: a frame has at most two operations a slot.
+        A start that has not gone out is taken back: the ring never knew the stream.
+
+        Args:
+            stream: that runs.
+            keep: what it holds may be kept.
         """
-        del self._running[stream.request.stream]
-        self._turns.remove(stream.request.stream)
-        if self._ring is not None and stream.slot is not None:
-            start = (OperationKind.START, stream.request.stream, stream.slot)
-            if start in self._operations:
-                self._operations.remove(start)
+        del self._running[stream.id]
+        self._turns.remove(stream)
+        ring = self._ring
+        if ring is not None and stream.slot is not None:
+            if stream.started_frame > ring.number:
+                self._operations.take_back_start(stream.id)
             else:
-                self._operations.append((OperationKind.RELEASE, stream.request.stream, stream.slot))
-            self._ring.free.append(stream.slot)
-        stream.slot = None
+                if keep:
+                    self._keep(ring, stream)
+                self._operations.release(stream.id, stream.slot)
+            if ring.prefixes is not None and stream.holding is not None:
+                ring.prefixes.end(stream.holding)
+            ring.free.append(stream.slot)
+        stream.slot, stream.holding = None, None
 
 
 def _overflow(prompt: int, context: int) -> RequestError:
@@ -425,6 +441,8 @@ def _stage_error(status: SegmentError, stage: int) -> RequestError:
     reasons: dict[SegmentError, str] = {
         SegmentError.NON_FINITE: "computed a value that is not finite",
         SegmentError.CONTEXT: "has no room for another position of this stream",
+        SegmentError.ROOM: "has no block free for another position of this stream",
+        SegmentError.PREFIX: "does not keep the prefix that this stream was to start from",
     }
     what = reasons.get(status, f"could not compute this stream ({status.name.lower()})")
     return RequestError(ErrorCode.INTERNAL, f"stage {stage} {what}")

@@ -87,7 +87,12 @@ def _epoch(epoch: Epoch | None) -> Value:
 
 def _promise(core: Core) -> Value:
     promise = core.seat.promise if core.seat is not None else core.profile.promise
-    return {"slots": promise.slots, "context": promise.context, "rows": promise.rows}
+    return {
+        "slots": promise.slots,
+        "context": promise.context,
+        "rows": promise.rows,
+        "kept": promise.kept,
+    }
 
 
 def _claims(core: Core) -> list[Value]:
@@ -167,6 +172,8 @@ def _node(intro: Introduction, claim: Claim, holds: tuple[int, ...]) -> dict[str
         "pid": intro.pid,
         "software": intro.software,
         "device": intro.device,
+        "precision": intro.precision,
+        "cache": intro.cache,
         "control": str(intro.control),
         "data": str(intro.data),
         "client": str(intro.client) if intro.client else None,
@@ -178,5 +185,6 @@ def _node(intro: Introduction, claim: Claim, holds: tuple[int, ...]) -> dict[str
             "slots": intro.promise.slots,
             "context": intro.promise.context,
             "rows": intro.promise.rows,
+            "kept": intro.promise.kept,
         },
     }

@@ -63,6 +63,11 @@ class HopWatch:
         """The last beat of a stage."""
         return self._stages[stage].beat
 
+    def held(self, stage: int) -> int:
+        """The first frame that the stage had not passed on when its successor beat last."""
+        beat = self._stages[(stage + 1) % len(self._stages)].beat
+        return 1 if beat is None else beat.frames_in + 1
+
     def blame(self, silence: Callable[[float], float], limit: float) -> Blame | None:
         """The first stage or hop that has stood still for `limit` seconds; None when all goes on."""
         if len(self._stages) == 1:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
@@ -23,6 +25,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+
+# How vocabularies of SentencePiece spell a space, and bytes of characters that they do not have.
+_WORD_MARK: Final = "\u2581"
+_BYTE_TOKEN: Final = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -110,6 +116,18 @@ class Tokenizer:
             specials: whether special tokens show as their spelling.
         """
         return self._inner.decode(list(ids), skip_special_tokens=not specials)
+
+    def spelling(self, token_id: int) -> str:
+        """One token's text by itself, special ones as they are spelled; empty for an unknown id.
+
+        Bytes that are no whole character show as U+FFFD.
+        """
+        if self.byte_level:
+            return self.piece(token_id).decode(errors="replace")
+        token = self._inner.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)]).decode(errors="replace")
+        return token.replace(_WORD_MARK, " ")
 
     def piece(self, token_id: int) -> bytes:
         """The bytes of one token of a byte-level vocabulary; empty for an unknown id."""

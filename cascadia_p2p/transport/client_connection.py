@@ -109,7 +109,7 @@ def _lost(endpoint: Endpoint) -> UnreachableError:
 
 
 def _late(endpoint: Endpoint, timeout_s: float) -> UnreachableError:
-    return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:g} s: ask again")
+    return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
 
 
 def _reply_of(parts: list[bytes]) -> tuple[bytes, bytes] | None:
@@ -221,6 +221,12 @@ class ClientConnection:
             self._drop()
             raise
         return tag
+
+    def post(self, data: bytes) -> None:
+        """Send a request that gets no reply, beside the one that is being answered; lost with the line."""
+        if self._line is not None:
+            with contextlib.suppress(zmq.Again):
+                self._line.dealer.send_multipart([os.urandom(TAG_BYTES), b"", data], zmq.NOBLOCK)
 
     def receive(self, tag: bytes, timeout_s: float | None = None) -> bytes:
         """The next reply to a request.
@@ -403,6 +409,10 @@ class Exchange:
             raise _lost(self._line.endpoint)
         self._answered = True
         return reply
+
+    def post(self, data: bytes) -> None:
+        """Send a request whose reply, if it gets one, nobody waits for."""
+        self._line.post(data)
 
     def end(self, cancel: bytes | None = None) -> None:
         """Wait for no more replies; those that still come are dropped.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import zmq
@@ -26,6 +27,18 @@ LINGER_MS: Final = 1000
 MAX_REQUEST_PART: Final = 1 << 23
 MAX_ENVELOPE_PARTS: Final = 8
 MAX_ENVELOPE_BYTES: Final = 512
+REPLIES_IN_SOCKET: Final = 256
+"""Replies to one client that ZeroMQ holds; the many requests of one connection may end together."""
+
+OTHER_DESCRIPTORS: Final = 256
+"""That everything but clients of a node may need: other nodes, files, discovery."""
+
+SURPLUS: Final = 64
+"""Clients beyond the limit that are told so; with more, the newest are cut off, so that descriptors last."""
+
+SEND_BUFFER: Final = 1 << 16
+"""Bytes to one client that the system holds: its own choice would grow to megabytes."""
+
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
@@ -55,11 +68,13 @@ class ClientCall:
         route: the way back.
         data: the request.
         one_reply: it came straight from a REQ socket, which takes one reply a request.
+        surplus: its connection is one more than the limit.
     """
 
     route: Route
     data: bytes
     one_reply: bool = False
+    surplus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +96,21 @@ ClientEvent: TypeAlias = ClientCall | ClientFault | ClientGone
 
 
 class ClientServer:
-    """Serves clients that send one JSON part behind an empty one: REQ, or DEALER with the same envelope."""
+    """Serves clients that send one JSON part behind an empty one: REQ, or DEALER with the same envelope.
 
-    def __init__(self, network: Network) -> None:
-        allow_many_descriptors()
+    Args:
+        network: makes its sockets.
+        limit: connections at a time; by default what this process may open descriptors for.
+    """
+
+    def __init__(self, network: Network, limit: int | None = None) -> None:
+        descriptors = allow_many_descriptors()
+        self.limit = max(1, descriptors - OTHER_DESCRIPTORS - SURPLUS) if limit is None else limit
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_PART)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            made.setsockopt(zmq.SNDHWM, REPLIES_IN_SOCKET)
+            made.setsockopt(zmq.SNDBUF, SEND_BUFFER)
             made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
@@ -104,6 +127,7 @@ class ClientServer:
         self.faults = 0
         """Messages without the shape of a request."""
         self._open: dict[int, int] = {}
+        self._surplus: set[int] = set()
         self._ended: set[int] = set()
         self._guarded: set[tuple[str, int]] = set()
         self._keys: dict[int, bytes] = {}
@@ -149,7 +173,7 @@ class ClientServer:
         self._follow_connections()
         for descriptor in list(self._open):
             if not self._admitted(self._keys.get(descriptor)):
-                self._hang_up(descriptor)
+                self._expel(descriptor)
 
     async def receive(self) -> ClientEvent:
         """The next request, misshapen message or end of a connection; safe to cancel."""
@@ -184,6 +208,10 @@ class ClientServer:
                 self._end(event)
                 self._ended.discard(event.value)
                 self._open[event.value] = self._next()
+                if len(self._open) > self.limit:
+                    self._surplus.add(self._open[event.value])
+                if len(self._open) > self.limit + SURPLUS:
+                    self._hang_up(event.value, self._is_client)
             else:
                 self._end(event)
 
@@ -191,6 +219,7 @@ class ClientServer:
         """Report the connection that had this descriptor."""
         connection = self._open.pop(event.value, None)
         if connection is not None:
+            self._surplus.discard(connection)
             self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
 
@@ -198,18 +227,26 @@ class ClientServer:
         keys = self._network.keys
         return keys is None or (key is not None and keys.admit(Domain.CLIENTS, key))
 
-    def _hang_up(self, descriptor: int | None) -> None:
-        """End a connection at one of the guarded addresses; ZeroMQ itself can not."""
-        if descriptor is None:
-            return
-        with connection_of(descriptor) as made, contextlib.suppress(OSError):
-            # The descriptor may belong to something else by now.
-            if made is not None and self._is_guarded(made.getsockname()):
-                made.shutdown(socket.SHUT_RDWR)
-                self.expelled += 1
+    def _expel(self, descriptor: int | None) -> None:
+        """End a connection at one of the guarded addresses."""
+        if descriptor is not None and self._hang_up(descriptor, lambda at: at in self._guarded):
+            self.expelled += 1
 
-    def _is_guarded(self, name: tuple[str, int]) -> bool:
-        return (_host(str(name[0])), name[1]) in self._guarded
+    def _hang_up(self, descriptor: int, ours: Callable[[tuple[str, int]], bool]) -> bool:
+        """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone.
+
+        The descriptor may belong to something else by now: `ours` tells by the local address.
+        """
+        with connection_of(descriptor) as made, contextlib.suppress(OSError):
+            if made is not None:
+                host, port = made.getsockname()[:2]
+                if ours((_host(str(host)), port)):
+                    made.shutdown(socket.SHUT_RDWR)
+                    return True
+        return False
+
+    def _is_client(self, at: tuple[str, int]) -> bool:
+        return any(endpoint.port == at[1] for endpoint in self.endpoints)
 
     def _next(self) -> int:
         self._serial += 1
@@ -220,7 +257,7 @@ class ClientServer:
         descriptor, key = _descriptor(parts[-1]), _key(parts[-1])
         if key is not None and not self._admitted(key):
             if descriptor in self._open:
-                self._hang_up(descriptor)
+                self._expel(descriptor)
             return
         if key is not None and descriptor in self._open:
             self._keys[descriptor] = key
@@ -231,6 +268,8 @@ class ClientServer:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
         event = read_request(parts, connection)
+        if isinstance(event, ClientCall) and connection in self._surplus:
+            event = replace(event, surplus=True)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:

@@ -112,14 +112,12 @@ class LoopSocket:
 
     def writable(self) -> bool:
         """Whether a send would work now, to some peer."""
-        return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        return bool(self._ready() & zmq.POLLOUT)
 
     def give(self, parts: list[bytes], *, again: bool = True) -> Delivery:
         """Send a message at once, or say why not."""
         if self.zmq.closed:
             return Delivery.GONE
-        # The descriptor tells of a change only once, and sending may swallow the news of a message.
-        self._signal.set()
         try:
             self.zmq.send_multipart(parts, zmq.NOBLOCK)
         except zmq.Again:
@@ -131,7 +129,14 @@ class LoopSocket:
             if error.errno == zmq.EHOSTUNREACH:
                 return Delivery.GONE
             raise
+        finally:
+            # The descriptor tells of a change only once, and sending may swallow the news of a message.
+            if self._ready() & zmq.POLLIN:
+                self._signal.set()
         return Delivery.SENT
+
+    def _ready(self) -> int:
+        return int(self.zmq.getsockopt(zmq.EVENTS))
 
     def close(self, linger_ms: int) -> None:
         """Close, after the descriptor has left the loop; a second call does nothing."""

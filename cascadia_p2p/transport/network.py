@@ -192,19 +192,22 @@ def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
     made.connect(endpoint.tcp)
 
 
-def allow_many_descriptors() -> None:
-    """Raise this process's limit of open descriptors as far as it may, where the system has such a limit.
+def allow_many_descriptors() -> int:
+    """Raise this process's limit of open descriptors as far as it may, and return what it is then.
 
-    At the limit ZeroMQ's I/O thread spins without being able to take or to end a connection.
+    Where the system has no such limit, the most that is ever used. At the limit ZeroMQ's I/O thread spins
+    without being able to take or to end a connection.
     """
     try:
         import resource
     except ImportError:
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return MAX_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
 
 
 def _resolve(host: str, address_flag: str) -> str:

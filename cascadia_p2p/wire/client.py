@@ -18,6 +18,8 @@ from pydantic import (
 )
 
 from cascadia_p2p.errors import ErrorCode, RequestError, WireError
+from cascadia_p2p.types import MAX_TEMPERATURE
+from cascadia_p2p.wire.frames import MAX_ALTERNATIVES
 from cascadia_p2p.wire.model import Message, explain, json_type, parse_object
 
 MAX_REQUEST_BYTES: Final = 1 << 23
@@ -30,6 +32,9 @@ MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 1024
+MAX_SCORES: Final = 60_000
+"""Tokens and alternatives together whose logprobs one reply has room for."""
+
 EFFORT_WORDS: Final = ("none", "minimal", "low", "medium", "high", "max")
 
 RequestId = Annotated[str, Field(max_length=MAX_ID_LENGTH)]
@@ -52,12 +57,24 @@ def _checked_effort(value: object) -> float | str:
     raise ValueError(f"expected a number from 0.0 to 0.99, or one of {', '.join(EFFORT_WORDS)}")
 
 
+def _checked_logprobs(value: object) -> int | None:
+    if isinstance(value, bool) or value is None:
+        return 0 if value else None
+    if isinstance(value, int) and 0 <= value <= MAX_ALTERNATIVES:
+        return value
+    raise ValueError(f"expected true, false, or a number of alternatives from 0 to {MAX_ALTERNATIVES}")
+
+
 Stop = Annotated[str, AfterValidator(_checked_stop)]
 Stops = Annotated[tuple[Stop, ...], Strict(False), Field(max_length=MAX_STOPS, fail_fast=True)]
 JsonObjects = Annotated[
     tuple[dict[str, JsonValue], ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)
 ]
 Effort = Annotated[float | str, PlainValidator(_checked_effort)]
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+Alternatives = Annotated[int | None, PlainValidator(_checked_logprobs)]
 
 
 def _joined(value: object) -> object:
@@ -120,7 +137,14 @@ class GenerateRequest(Message):
         stop: strings that end the answer; they are not part of its text.
         stop_token_ids: ids that end the answer besides the model's own.
         ignore_eos: go on behind an end-of-sequence token.
+        temperature: what logits are divided by before a token is drawn; 0 or None takes the likeliest token.
+        top_k: of how many likeliest tokens one is drawn; 0 or None for all. Needs a temperature.
+        top_p: the share of their probability that is kept, the likeliest first. Needs a temperature.
+        seed: what the draws depend on, beside the position; drawn by the head and told in the reply if None.
+        logprobs: how many likeliest tokens to tell at each position, beside the token's own logprob; True
+            for 0, False or None for no logprobs.
         stream: send the answer in pieces.
+        acks: the client tells which pieces it has read (`AckRequest`); goes with `stream`.
     """
 
     op: Literal["generate"] = "generate"
@@ -134,7 +158,21 @@ class GenerateRequest(Message):
     stop: Stops | None = None
     stop_token_ids: StopIds = ()
     ignore_eos: bool = False
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Share | None = None
+    seed: Seed | None = None
+    logprobs: Alternatives = None
     stream: bool = False
+    acks: bool = False
+
+
+class AckRequest(Message):
+    """Tells that the pieces of an answer up to `seq` were read; nothing is sent back for it."""
+
+    op: Literal["ack"] = "ack"
+    id: RequestId
+    seq: Annotated[int, Field(ge=1, lt=2**63)]
 
 
 class CancelRequest(Message):
@@ -151,7 +189,7 @@ class StatusRequest(Message):
     id: RequestId | None = None
 
 
-ClientRequest: TypeAlias = GenerateRequest | CancelRequest | StatusRequest
+ClientRequest: TypeAlias = GenerateRequest | AckRequest | CancelRequest | StatusRequest
 
 
 class Reply(Message):
@@ -190,6 +228,40 @@ class ToolCall(Message):
     function: dict[str, JsonValue]
 
 
+class ScoredToken(Message):
+    """A token and the natural logarithm of its probability at temperature 1, before any cut.
+
+    Args:
+        token_id: its id.
+        token: its text by itself, with U+FFFD for bytes that are only part of a character; left out when
+            the model has no tokenizer.
+        logprob: at most 0, up to rounding.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_id: TokenId
+    token: str | None = None
+    logprob: float
+
+
+ScoredTokens = Annotated[tuple[ScoredToken, ...], Strict(False), Field(max_length=MAX_ALTERNATIVES)]
+
+
+class TokenScore(ScoredToken):
+    """A token of an answer.
+
+    Args:
+        top_logprobs: the likeliest tokens at its position, the likeliest first; left out when none were
+            asked for.
+    """
+
+    top_logprobs: ScoredTokens | None = None
+
+
+TokenScores = Annotated[tuple[TokenScore, ...], Strict(False), Field(max_length=MAX_IDS, fail_fast=True)]
+
+
 class StreamPiece(Reply):
     """What came since the last piece of an answer in pieces.
 
@@ -198,12 +270,27 @@ class StreamPiece(Reply):
         text: what has become visible of the answer; left out when the model has no tokenizer.
         reasoning: the same of the model's reasoning; left out when there is nothing.
         token_ids: the ids that came.
+        notice: a sentence about the answer, for people, as when a lost node makes it pause; such a piece may
+            hold nothing else.
+        logprobs: of these ids, if they were asked for.
     """
 
     seq: Annotated[int, Field(ge=1)]
     text: str | None = None
     reasoning: str | None = None
     token_ids: TokenIds
+    notice: str | None = None
+    logprobs: TokenScores | None = None
+
+
+class QueueNotice(Reply):
+    """Tells a client that reads its answer in pieces that the request still waits for a slot.
+
+    Args:
+        queued: its place in the queue; 1 is next.
+    """
+
+    queued: Annotated[int, Field(ge=1)]
 
 
 class GenerateReply(Reply):
@@ -214,6 +301,8 @@ class GenerateReply(Reply):
         reasoning: what the model thought before; left out when it told nothing.
         tool_calls: functions that it asks to be called; left out when it asks for none.
         token_ids: all generated ids, the one that ended the answer among them.
+        logprobs: of all these ids, if they were asked for.
+        seed: what the tokens were drawn with; left out when none was drawn.
         seq: of an answer in pieces, the number after the last piece's.
         final: true behind the pieces of an answer.
     """
@@ -222,6 +311,8 @@ class GenerateReply(Reply):
     reasoning: str | None = None
     tool_calls: Annotated[tuple[ToolCall, ...], Strict(False)] | None = None
     token_ids: TokenIds
+    logprobs: TokenScores | None = None
+    seed: Seed | None = None
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
@@ -268,15 +359,17 @@ class StatusReply(Reply):
     status: dict[str, JsonValue]
 
 
-ClientReply: TypeAlias = GenerateReply | StreamPiece | ErrorReply | CancelReply | StatusReply
+ClientReply: TypeAlias = GenerateReply | StreamPiece | QueueNotice | ErrorReply | CancelReply | StatusReply
 
 _REQUESTS: Final[dict[str, TypeAdapter[ClientRequest]]] = {
     "generate": TypeAdapter(GenerateRequest),
+    "ack": TypeAdapter(AckRequest),
     "cancel": TypeAdapter(CancelRequest),
     "status": TypeAdapter(StatusRequest),
 }
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "generate": tuple(GenerateRequest.model_fields),
+    "ack": tuple(AckRequest.model_fields),
     "cancel": tuple(CancelRequest.model_fields),
     "status": tuple(StatusRequest.model_fields),
 }
@@ -284,6 +377,7 @@ _REPLIES: Final[tuple[tuple[str, TypeAdapter[ClientReply]], ...]] = (
     ("error", TypeAdapter(ErrorReply)),
     ("cancelled", TypeAdapter(CancelReply)),
     ("status", TypeAdapter(StatusReply)),
+    ("queued", TypeAdapter(QueueNotice)),
     ("finish_reason", TypeAdapter(GenerateReply)),
     ("seq", TypeAdapter(StreamPiece)),
     ("token_ids", TypeAdapter(GenerateReply)),
@@ -319,6 +413,7 @@ def decode_request(data: bytes) -> ClientRequest:
         _refuse(explain(error), request_id)
     if isinstance(request, GenerateRequest):
         _check_prompt(request)
+        _check_sampling(request)
     return request
 
 
@@ -364,6 +459,25 @@ def _check_prompt(request: GenerateRequest) -> None:
     for name in ("tools", "reasoning_effort"):
         if request.messages is None and getattr(request, name) is not None:
             _refuse(f"field '{name}' goes with 'messages' only", request.id)
+    if request.acks and not (request.stream and request.id is not None):
+        _refuse("field 'acks' goes with 'stream': true and an 'id' only", request.id)
+
+
+def _check_sampling(request: GenerateRequest) -> None:
+    """Refuse cuts that would do nothing, and more logprobs than a reply can carry."""
+    for name in ("top_k", "top_p"):
+        if request.temperature is None and getattr(request, name) is not None:
+            _refuse(
+                f"field '{name}' goes with 'temperature' only: without one the likeliest token is taken",
+                request.id,
+            )
+    if request.logprobs is not None and request.max_tokens * (1 + request.logprobs) > MAX_SCORES:
+        most = MAX_SCORES // (1 + request.logprobs)
+        _refuse(
+            f"field 'logprobs': a reply has room for those of {most} tokens with {request.logprobs} "
+            f"alternatives each, and 'max_tokens' is {request.max_tokens}: lower one of the two",
+            request.id,
+        )
 
 
 def _refuse(message: str, request_id: str | None) -> NoReturn:

@@ -54,6 +54,15 @@ ShardIndex = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Rows = Annotated[int, Field(ge=1, le=1 << 16)]
+Pace = Annotated[
+    tuple[
+        Annotated[tuple[Rows, Annotated[float, Field(gt=0.0, le=1e6, allow_inf_nan=False)]], Strict(False)],
+        ...,
+    ],
+    Strict(False),
+    Field(max_length=64),
+]
 Padding = Annotated[str, Field(max_length=1 << 17)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
 Samples = Annotated[
@@ -126,6 +135,8 @@ class Introduction(ControlBase):
             read from it. Equal fingerprints mean equal names.
         shards: shards that the model is split into.
         holds: shards whose files are here.
+        precision, cache: how exactly it computes and how it keeps keys and values, in the words of `join`; ""
+            when not told.
         control, data: where this node's sockets can be reached.
         client: where clients are served; only on a serving head.
         epoch: the highest epoch counter accepted so far.
@@ -153,6 +164,8 @@ class Introduction(ControlBase):
     ring: Formation | None = None
     peers: Addresses = ()
     device: Line
+    precision: Line = ""
+    cache: Line = ""
     pid: Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -186,6 +199,8 @@ class State(ControlBase):
         progress: share of the shard that is loaded.
         standby: another node's claim on the same shard goes first.
         layer_s: profiled seconds that one layer takes for a full frame; 0 when not known.
+        pace: profiled times of the whole stage, as rows of a frame and seconds; empty when not known.
+        leaving: it takes no new work and ends as soon as it can be spared.
     """
 
     type: Literal["state"] = "state"
@@ -197,6 +212,8 @@ class State(ControlBase):
     progress: Share = 0.0
     standby: bool = False
     layer_s: Seconds = 0.0
+    pace: Pace = ()
+    leaving: bool = False
 
 
 class Assign(ControlBase):

@@ -1,6 +1,7 @@
 """All JSON messages by one name: the control messages between nodes, and the client protocol."""
 
 from cascadia_p2p.wire.client import (
+    AckRequest,
     CancelReply,
     CancelRequest,
     ChatMessage,
@@ -11,10 +12,13 @@ from cascadia_p2p.wire.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    QueueNotice,
+    ScoredToken,
     StatusReply,
     StatusRequest,
     StreamPiece,
     Timings,
+    TokenScore,
     ToolCall,
     Usage,
     decode_reply,
@@ -48,6 +52,7 @@ from cascadia_p2p.wire.control import (
 from cascadia_p2p.wire.model import encode
 
 __all__ = [
+    "AckRequest",
     "Assign",
     "Beat",
     "Bye",
@@ -72,10 +77,12 @@ __all__ = [
     "Member",
     "Open",
     "OtherVersion",
+    "QueueNotice",
     "Ready",
     "Refusal",
     "RefusalCode",
     "Reject",
+    "ScoredToken",
     "State",
     "StatusQuery",
     "StatusReply",
@@ -83,6 +90,7 @@ __all__ = [
     "StatusRequest",
     "StreamPiece",
     "Timings",
+    "TokenScore",
     "ToolCall",
     "Usage",
     "Welcome",

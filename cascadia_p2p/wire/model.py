@@ -66,6 +66,18 @@ def encode(message: Message) -> bytes:
     return orjson.dumps(message.model_dump(mode="json", exclude_none=True))
 
 
+def encode_flat(message: Message) -> bytes:
+    """What `encode` gives, in less time, where the fields hold JSON's own types, or messages."""
+    fields = {name: value for name, value in message.__dict__.items() if value is not None}
+    return orjson.dumps(fields, default=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    raise TypeError(f"a {type(value).__name__} has no place in a message")
+
+
 def parse_object(data: bytes, limit: int, what: str) -> dict[str, JsonValue]:
     """The JSON object in `data`.
 

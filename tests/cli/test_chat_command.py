@@ -133,6 +133,21 @@ def test_reset_and_quit_work_in_a_pipe_and_other_slashes_are_sent(
     assert "begins anew" in done.err
 
 
+def test_a_chat_draws_by_its_seed_and_prints_scores(
+    run: Run, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--max-tokens", 6, "--temperature", "3", "--seed", "8", "--logprobs", "1")
+    said = []
+    for _ in range(2):
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+        said.append(run("chat", *flags, *at))
+    assert said[0] == said[1]
+    scores = [line for line in said[0].err.splitlines() if "  |  " in line]
+    assert len(scores) == 6
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert run("chat", "--max-tokens", 6, *at).out != said[0].out
+
+
 def test_dll_04_a_chat_goes_on_beyond_the_context(
     run: Run, ring: StandingRing, at: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,36 @@ def test_generate_stops_where_it_is_told(run: Run, at: tuple[str, str]) -> None:
     assert len(json.loads(longer.out)["token_ids"]) == 24
 
 
+def test_generate_draws_the_same_tokens_again_with_the_same_seed(run: Run, at: tuple[str, str]) -> None:
+    flags = ("--token-ids", IDS, "--ignore-eos", "--max-tokens", 12, "--temperature", "4", "--top-k", "200")
+    first = json.loads(run("generate", *flags, "--top-p", "0.99", "--json", *at).out)
+    again = ("--top-p", "0.99", "--json", "--seed", first["seed"])
+    assert json.loads(run("generate", *flags, *again, *at).out)["token_ids"] == first["token_ids"]
+    other = ("--top-p", "0.99", "--json", "--seed", first["seed"] ^ 1)
+    assert json.loads(run("generate", *flags, *other, *at).out)["token_ids"] != first["token_ids"]
+    assert first["token_ids"] != list(STOPPED.generated[:12])
+
+
+def test_generate_prints_scores_beside_the_answer(run: Run, at: tuple[str, str]) -> None:
+    plain = run("generate", "--token-ids", IDS, "--max-tokens", 3, *at)
+    whole = run("generate", "--token-ids", IDS, "--max-tokens", 3, "--logprobs", 2, "--json", *at)
+    scores = json.loads(whole.out)["logprobs"]
+    assert [score["token_id"] for score in scores] == list(STOPPED.generated[:3])
+    for flags in ((), ("--stream",)):
+        done = run("generate", "--token-ids", IDS, "--max-tokens", 3, "--logprobs", 2, *flags, *at)
+        assert done.out == plain.out
+        lines = done.err.splitlines()
+        assert len(lines) == 3
+        for line, score in zip(lines, scores, strict=True):
+            best, second = score["top_logprobs"]
+            assert line.strip() == (
+                f"{score['logprob']:.4f} {score['token']!r}  |  {best['logprob']:.4f} {best['token']!r}"
+                f"  {second['logprob']:.4f} {second['token']!r}"
+            )
+    alone = run("generate", "--token-ids", IDS, "--max-tokens", 1, "--logprobs", 0, *at)
+    assert alone.err.strip() == f"{scores[0]['logprob']:.4f} {scores[0]['token']!r}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -96,6 +126,14 @@ def test_generate_stops_where_it_is_told(run: Run, at: tuple[str, str]) -> None:
         (("hello", "--stop-token-ids", "a"), 2, "--stop-token-ids 'a': expected numbers"),
         (("hello", "--max-tokens", "0"), 2, "'0' is not a number of 1 or more"),
         (("hello", "--max-tokens", "lots"), 2, "'lots' is not a number of 1 or more"),
+        (("hello", "--temperature", "hot"), 2, "'hot' is not a number"),
+        (("hello", "--temperature", "nan"), 1, "field 'temperature' should be"),
+        (("hello", "--temperature", "-1"), 1, "'temperature' should be greater than or equal to 0"),
+        (("hello", "--temperature", "1", "--top-p", "2"), 1, "'top_p' should be less than or equal to 1"),
+        (("hello", "--top-k", "2"), 1, "field 'top_k' goes with 'temperature' only"),
+        (("hello", "--top-k", "2.5"), 2, "'2.5' is not a whole number"),
+        (("hello", "--seed", str(2**64)), 1, "'seed' should be less than 18446744073709551616"),
+        (("hello", "--logprobs", "21"), 1, "'logprobs': expected true, false, or a number of alternatives"),
         (("hello", "--endpoint", "here"), 2, "flag --endpoint: 'here' is not an address"),
         (("hello", "--fleet", ""), 2, "--fleet"),
         (("hello", "--timeout", "0"), 2, "--timeout"),
@@ -231,6 +269,7 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json"),
+        "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
         "keygen": ("--fleet", "--key", "--client", "--revoke", "--list", "--out", "--peer"),

@@ -210,7 +210,7 @@ def test_rpc_05_another_protocol_is_refused_with_both_versions(ring: StandingRin
         dealer.send(json.dumps(body).encode())
         refusal = json.loads(dealer.recv())
         assert (refusal["type"], refusal["code"]) == ("refusal", "version")
-        assert (refusal["protocol"], refusal["software"]) == (1, __version__)
+        assert (refusal["protocol"], refusal["software"]) == (PROTOCOL, __version__)
         for words in (
             f"cascadia-p2p {__version__} (protocol {PROTOCOL})",
             f"cascadia-p2p 9.9.9+build.7 (protocol {protocol})",

@@ -18,6 +18,7 @@ from cluster.standing import StandingRing, standing_ring
 from fixtures.reference import load_case
 
 from cascadia_p2p.client import AsyncClient, Client, Messages
+from cascadia_p2p.config import Limits
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, UsageError
 from cascadia_p2p.sample.tokenizer import tokenizer_json
 from cascadia_p2p.shards.encodings import EXACT
@@ -310,7 +311,7 @@ def test_exo_13_a_stream_ends_when_a_stage_is_lost(shards: Shards, tmp_path: Pat
         async with fleet(tmp_path) as ring:
             model = shards(CASE, (6, 6))
             for shard in range(2):
-                await ring.start(model, shard=shard)
+                await ring.start(model, shard=shard, limits=Limits(recovery_s=1.0))
             head = await ring.open()
             async with AsyncClient(head.client, timeout_s=30.0) as client:
                 answer = client.stream(PROMPT.ids, max_tokens=CONTEXT)

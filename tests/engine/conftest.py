@@ -16,6 +16,7 @@ from cascadia_p2p.engine.kernels import (
     rotary,
     rotary_attention,
     router,
+    sampling,
     vocabulary,
 )
 
@@ -23,6 +24,8 @@ from cascadia_p2p.engine.kernels import (
 @pytest.fixture(scope="session", autouse=True)
 def _kernels() -> None:
     """All kernels that tests of one thread need, compiled or loaded before any clock runs."""
-    assert all((attention, convolution, norms, residual, rotary, rotary_attention, router, vocabulary))
+    assert all(
+        (attention, convolution, norms, residual, rotary, rotary_attention, router, sampling, vocabulary)
+    )
     compiling.set_threads(1)
     compiling.warm_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from cascadia_p2p.engine.kernel_backend import KernelBackend
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.model import StagePlan, TensorSource
 from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.engine.slots import Table
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.matrices.encoding import Encoding, StoredMatrix
@@ -20,7 +22,7 @@ from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.models.stages import stage_builder
 from cascadia_p2p.sample.recipe import Recipe
 from cascadia_p2p.sample.weights import tensors
-from cascadia_p2p.types import Promise
+from cascadia_p2p.types import GREEDY, Promise, Sampling
 from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentError, SegmentFlag
 
 F32 = npt.NDArray[np.float32]
@@ -66,16 +68,29 @@ def segments(*windows: Window) -> Table:
     return table
 
 
-def operations(*steps: tuple[OperationKind, int, int] | tuple[OperationKind, int, int, int]) -> Table:
-    """Kind, stream, slot and, for a rewind, position."""
+Step: TypeAlias = (
+    tuple[OperationKind, int, int]
+    | tuple[OperationKind, int, int, int]
+    | tuple[OperationKind, int, int, int, int]
+)
+"""Kind, stream, slot and, where the kind has them, position and entry."""
+
+
+def operations(*steps: Step) -> Table:
     table = np.zeros(len(steps), OPERATION)
-    for operation, (kind, stream, slot, *position) in zip(table, steps, strict=True):
-        operation["kind"], operation["stream"], operation["slot"] = kind, stream, slot
-        operation["position"] = position[0] if position else 0
+    for operation, step in zip(table, steps, strict=True):
+        for name, value in zip(("kind", "stream", "slot", "position", "entry"), step, strict=False):
+            operation[name] = value
     return table
 
 
 NO_OPERATIONS = operations()
+
+
+def own_blocks(promise: Promise, window: int | None, rewind: int) -> npt.NDArray[np.int32]:
+    """A table that gives every slot blocks of its own, once and for all: int32 [slots, n]."""
+    blocks = Geometry.of(promise, window, rewind).blocks
+    return np.arange(promise.slots * blocks, dtype=np.int32).reshape(promise.slots, blocks)
 
 
 def backend_for(precision: str, rows: int, threads: int) -> MatrixBackend:
@@ -123,8 +138,12 @@ class Stages:
             for number, (end, count) in enumerate(zip(ends, split, strict=True))
         ]
 
-    def start(self, stream: int, slot: int = 0) -> None:
-        self.send([], operations((OperationKind.START, stream, slot)))
+    def start(self, stream: int, slot: int = 0, sampling: Sampling = GREEDY, alternatives: int = 0) -> None:
+        table = operations((OperationKind.START, stream, slot))
+        for name in ("seed", "top_k", "temperature", "top_p"):
+            table[name] = getattr(sampling, name)
+        table["logprobs"] = alternatives
+        self.send([], table)
 
     def send(self, windows: Iterable[Window], table: Table = NO_OPERATIONS) -> tuple[Table, F32]:
         """Take one frame through all stages; the marked segments, and the rows behind the last layer."""
@@ -152,17 +171,23 @@ class Stages:
         )
 
     def generate(
-        self, stream: int, prompt: Sequence[int], count: int, window: int, slot: int = 0
+        self,
+        stream: int,
+        prompt: Sequence[int],
+        count: int,
+        window: int,
+        slot: int = 0,
+        sampling: Sampling = GREEDY,
     ) -> tuple[int, ...]:
-        """Prefill in windows, then decode greedily by the records of the last stage."""
-        self.start(stream, slot)
+        """Prefill in windows, then decode by the records of the last stage."""
+        self.start(stream, slot, sampling)
         made: list[int] = []
         ids, at = list(prompt), 0
         while len(made) < count:
             part = ids[at : at + window]
             marked, rows = self.send([Window(stream, at, part, slot, want=at + len(part) == len(ids))])
             at += len(part)
-            records = self.stages[-1].tokens(marked, rows)
+            records, _ = self.stages[-1].tokens(marked, rows)
             if at == len(ids):
                 assert records["position"].tolist() == [at]
                 assert records["status"].tolist() == [SegmentError.NONE]

@@ -146,14 +146,13 @@ def test_a_stream_that_went_back_has_the_bits_of_one_that_did_not(
         assert np.array_equal(logits, here.alone(precision, kept)[length : length + 20])
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", NAMES)
+@everywhere
 def test_tokens_of_streams_that_decode_together_are_those_of_each_alone(
-    world: Worlds, name: str, precision: str
+    world: Worlds, name: str, precision: str, kept: Encoding
 ) -> None:
     """Three streams that answer in the same frames, against the records of each by itself."""
     here = world(name)
-    ring = here.whole(precision, Encoding.F32)
+    ring = here.whole(precision, kept)
     prompts = [here.long[:40], here.other[:9], here.third[:70]]
     alone = [ring.generate(5, prompt, 24, 64) for prompt in prompts]
     for stream, prompt in enumerate(prompts):
@@ -164,7 +163,7 @@ def test_tokens_of_streams_that_decode_together_are_those_of_each_alone(
         marked, rows = ring.send(
             [Window(n, len(each) - 1, each[-1:], n, want=True) for n, each in enumerate(ids)]
         )
-        for each, record in zip(ids, ring.stages[-1].tokens(marked, rows), strict=True):
+        for each, record in zip(ids, ring.stages[-1].tokens(marked, rows)[0], strict=True):
             each.append(int(record["token"]))
     assert [tuple(each[-24:]) for each in ids] == alone
 

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 import pytest
+from engine_world import own_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from cascadia_p2p.engine.kernels.norms import embed, look_up, normalise
 from cascadia_p2p.engine.kernels.router import Router
 from cascadia_p2p.engine.kernels.rows import RowTable
 from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
-from cascadia_p2p.engine.slots import block_table, cached_positions
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.types import Promise
 
@@ -189,7 +189,7 @@ def test_attention(
         draw(rng, sizes.ranks, sizes.extent),
     )
     promise = Promise(slots=3, context=210, rows=2 * step)
-    blocks = block_table(promise.slots, cached_positions(promise, sizes.window, 4))
+    blocks = own_blocks(promise, sizes.window, 4)
     attention = Attention(sizes, weights, blocks, 4, EPS, scaling)
     q, k, v, r = (
         draw(rng, 2, length, n) for n in (sizes.heads * sizes.dim, width, width, sizes.heads * sizes.ranks)
@@ -218,7 +218,7 @@ def test_pet_07_keys_and_values_take_their_memory_when_they_are_made() -> None:
     promised = 2 * 4096 // 64 * sizes.block_bytes()
     process = psutil.Process()
     before = process.memory_info().rss
-    attention = Attention(sizes, weights, block_table(2, 4096), 16, EPS, None)
+    attention = Attention(sizes, weights, own_blocks(Promise(2, 4096, 64), None, 16), 16, EPS, None)
     after = process.memory_info().rss
     assert after - before > 0.95 * promised
     rows = np.ones((64, 1024), np.float32)

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engine_world import own_blocks
 from numba.core import codegen
 
 from cascadia_p2p.compiled import compiling
@@ -21,7 +22,6 @@ from cascadia_p2p.engine.kernels.attention_items import ITEM, most_items, plan_i
 from cascadia_p2p.engine.kernels.blocks import BLOCK, Storage, block_bytes, new_blocks, put_value
 from cascadia_p2p.engine.kernels.query_tiles import SEGMENT_BLOCKS
 from cascadia_p2p.engine.kernels.rows import RowTable
-from cascadia_p2p.engine.slots import block_table, cached_positions
 from cascadia_p2p.types import Promise
 
 F32 = npt.NDArray[np.float32]
@@ -67,7 +67,7 @@ class World:
             draw(s.ranks, s.extent),
         )
         promise = Promise(slots=3, context=self.length, rows=self.rows)
-        table = block_table(3, cached_positions(promise, s.window, self.rewind))
+        table = own_blocks(promise, s.window, self.rewind)
         self.attention = Attention(s, self.weights, table, self.rewind, EPS, (200.0, 0.1), self.storage)
         widths = (s.heads * s.dim, width, width, s.heads * s.ranks)
         self.inputs = tuple(draw(self.length, columns) for columns in widths)

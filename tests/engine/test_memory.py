@@ -25,7 +25,7 @@ from cascadia_p2p.engine.memory import (
     shard_weights,
     stage_memory,
 )
-from cascadia_p2p.engine.slots import cached_positions
+from cascadia_p2p.engine.paging import Geometry
 from cascadia_p2p.errors import CapacityError
 from cascadia_p2p.matrices.encoding import Encoding
 from cascadia_p2p.models.inkling.config import InklingConfig
@@ -106,6 +106,42 @@ def test_advice_is_true_and_nothing_larger_of_its_kind_fits(slots: int, context:
         assert need(larger).total > available or larger.context > context
 
 
+def test_a_refusal_says_what_kept_prefixes_take_and_offers_to_keep_fewer() -> None:
+    def keeping(promise: Promise) -> MemoryNeed:
+        plain, prefixes = need(promise), promise.kept * 100 * 2**20
+        return replace(plain, caches=plain.caches + prefixes, prefixes=prefixes)
+
+    wanted = replace(WANTED, kept=4)
+    total = keeping(wanted).total
+    with pytest.raises(CapacityError) as caught:
+        require_memory(keeping, wanted, total - 150 * 2**20)
+    text = str(caught.value)
+    assert (
+        "8 slots of 8192 positions 1.4 GiB with 400 MiB for 4 kept prefixes (100 MiB each), buffers" in text
+    )
+    assert "would fit with --prefixes 2 or with --slots 6 or with --context 6976" in text
+    # Without any, and then not even all slots.
+    many, few = (replace(wanted, slots=n, context=64) for n in (4096, 4))
+    with pytest.raises(CapacityError, match=r"fit with --prefixes 0 --slots 4$"):
+        require_memory(keeping, many, need(few).total)
+
+
+def test_bytes_of_kept_prefixes_are_those_of_the_full_models_sizes() -> None:
+    """Layers 6 to 11: five with a window of 512, which look back to eight blocks, and one without."""
+    config = InklingConfig.from_json({"model_type": "inkling_text", "unpadded_vocab_size": 200058})
+    promise = Promise(slots=2, context=4096, rows=64, kept=3)
+    with_them = memory_need(config, range(6, 12), promise, 16)
+    without = memory_need(config, range(6, 12), replace(promise, kept=0), 16)
+    inputs = 3 * (5 * 2 * 16 * 128 + 2 * 8 * 128 + 6 * 2 * 6144)
+    assert with_them.prefixes == with_them.caches - without.caches == 3 * (5 * 512 * 16384 + 4 * inputs)
+    assert with_them.prefixes == 3 * 43098112
+    assert with_them.total - without.total == with_them.prefixes
+    half = stage_memory(
+        inkling_sizes(config), range(6, 12), promise, 16, Footprint(Backend.KERNELS, cache=Encoding.BF16)
+    )
+    assert half.prefixes == 3 * 22126592
+
+
 def test_bytes_of_the_full_model_are_those_of_its_sizes() -> None:
     """Layer 5 of the published model: global, 256 + 2 experts of width 3072 at hidden 6144."""
     config = InklingConfig.from_json({"model_type": "inkling_text", "unpadded_vocab_size": 200058})
@@ -116,10 +152,11 @@ def test_bytes_of_the_full_model_are_those_of_its_sizes() -> None:
     # Norms of heads and layers, convolutions, relative projection, routing bias and scale.
     small = 2 * 128 + 4 * 2 * 8 * 128 + 16 * 1024 + 2 * 6144 + 4 * 2 * 6144 + 256 + 1
     assert one.weights == 4 * (experts + projections + small)
-    # A global layer keeps 8 KiB a position; four histories of 19 inputs stand beside that.
-    assert one.caches == 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
+    # A global layer keeps 8 KiB a position, and a block that is nobody's; four histories of 19 inputs stand
+    # beside that.
+    assert one.caches == 64 * 8192 + 2 * (4096 * 8192 + 4 * 19 * (2 * 8 * 128 + 2 * 6144))
     sliding = memory_need(config, range(6, 7), promise, 16)
-    assert sliding.caches == 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
+    assert sliding.caches == 64 * 16384 + 2 * (640 * 16384 + 4 * 19 * (2 * 16 * 128 + 2 * 6144))
     tail = memory_need(config, range(65, 66), promise, 16)
     assert tail.weights - one.weights == 4 * 200058 * 6144
 
@@ -156,7 +193,7 @@ def test_bf16_halves_keys_and_values_and_nothing_else() -> None:
     whole = stage_memory(sizes, range(12), promise, 16, exact)
     half = stage_memory(sizes, range(12), promise, 16, replace(exact, cache=Encoding.BF16))
     kept = sum(
-        2 * cached_positions(promise, layer.cache.window, 16) * layer.cache.position_bytes
+        64 * Geometry.of(promise, layer.cache.window, 16).pool_blocks(promise) * layer.cache.position_bytes
         for layer in sizes.layers
     )
     assert whole.caches - half.caches == kept // 2
@@ -168,7 +205,12 @@ def test_need_grows_with_the_promise() -> None:
     config = load_case("tiny12").recipe.config()
     base = Promise(slots=2, context=512, rows=16)
     plain = memory_need(config, range(12), base, 16)
-    for larger in (replace(base, slots=3), replace(base, context=1024), replace(base, rows=32)):
+    for larger in (
+        replace(base, slots=3),
+        replace(base, context=1024),
+        replace(base, rows=32),
+        replace(base, kept=1),
+    ):
         assert memory_need(config, range(12), larger, 16).total > plain.total
     assert memory_need(config, range(6), base, 16).total < plain.total
 

@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_the_logits() -> None:
     one = ring("tiny12", (12,))
     one.start(stream=3)
     marked, rows = one.send([Window(3, 0, case.prompts[1].ids, want=True)])
-    record = one.stages[-1].tokens(marked, rows)[0]
+    record = one.stages[-1].tokens(marked, rows)[0][0]
     logits = one.stages[-1].logits(rows)[-1].astype(np.float64)
     expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert record["token"] == expected.argmax()

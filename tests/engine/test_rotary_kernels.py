@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
+from engine_world import own_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from cascadia_p2p.engine.kernels.residual import ResidualSum
 from cascadia_p2p.engine.kernels.rotary import angles
 from cascadia_p2p.engine.kernels.rotary_attention import RotaryAttention, RotarySizes, RotaryWeights
 from cascadia_p2p.engine.kernels.rows import RowTable
-from cascadia_p2p.engine.slots import block_table, cached_positions
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.models.llama.rotary import Rotary
 from cascadia_p2p.types import Promise
@@ -23,6 +23,7 @@ F64 = npt.NDArray[np.float64]
 F32 = npt.NDArray[np.float32]
 EPS = 1e-5
 PROMISE = Promise(slots=2, context=200, rows=64)
+TABLE = own_blocks(Promise(1, 64, 64), None, 16)
 NONE = np.empty(0, np.float32)
 
 few = settings(max_examples=30, deadline=None)
@@ -111,7 +112,7 @@ def test_rotary_attention(
         *(draw(rng, dim) if with_norms else NONE for _ in "qk"),
     )
     frequencies = Rotary(2 * pairs, 100.0).frequencies()
-    table = block_table(2, cached_positions(PROMISE, window, 16))
+    table = own_blocks(PROMISE, window, 16)
     layer = RotaryAttention(sizes, weights, table, EPS)
     out, at = np.full_like(q, np.nan), 0
     for count in counts:
@@ -170,10 +171,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     sizes = RotarySizes(4, 2, 8, 4, None)
     good = RotaryWeights(NONE, NONE, NONE, NONE, NONE)
     with pytest.raises(CascadiaError, match=r"k_bias has shape \[8\] where the kernel needs \[16\]"):
-        RotaryAttention(
-            sizes, RotaryWeights(NONE, np.zeros(8, np.float32), NONE, NONE, NONE), block_table(1, 64), EPS
-        )
-    layer = RotaryAttention(sizes, good, block_table(1, 64), EPS)
+        RotaryAttention(sizes, RotaryWeights(NONE, np.zeros(8, np.float32), NONE, NONE, NONE), TABLE, EPS)
+    layer = RotaryAttention(sizes, good, TABLE, EPS)
     q, kv, turn = (np.zeros((1, width), np.float32) for width in (32, 16, 3))
     with pytest.raises(CascadiaError, match=r"cosines has shape \[1, 3\] where the kernel needs \[1, 4\]"):
         layer(rows(0, 0, 1), q, kv, kv, turn, turn, q)

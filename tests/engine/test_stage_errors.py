@@ -86,7 +86,7 @@ def test_an_error_from_an_earlier_stage_travels_on_untouched() -> None:
     table["error"][0], table["stage"][0] = SegmentError.NON_FINITE, 1
     rows = last.apply(table, NO_OPERATIONS, hidden, lambda: None)
     assert (last.held(0), last.held(1)) == (0, 3)
-    records = last.tokens(table, rows)
+    records, _ = last.tokens(table, rows)
     assert records["stream"].tolist() == [1]
     assert (records["status"][0], records["stage"][0], records["token"][0]) == (
         SegmentError.NON_FINITE,
@@ -100,7 +100,7 @@ def test_records_come_for_wanted_tokens_and_for_errors_only() -> None:
     marked, rows = world.send(
         [Window(1, 0, IDS[:4], 0), Window(2, 5, IDS[:2], 1), Window(3, 0, IDS[:8], 2, want=True)]
     )
-    records = world.stages[-1].tokens(marked, rows)
+    records, _ = world.stages[-1].tokens(marked, rows)
     assert records["stream"].tolist() == [2, 3]
     assert records["status"].tolist() == [SegmentError.POSITION, SegmentError.NONE]
     assert records["position"].tolist() == [7, 8]
@@ -138,7 +138,7 @@ def test_cas_13_a_layer_that_overflows_gives_an_error_with_its_number_and_never_
     assert marked["stage"][0] == 1
     found = [entry for entry in logs if entry["event"] == "layer_not_finite"]
     assert [(entry["layer"], entry["stream"], entry["position"]) for entry in found] == [(6, 2, 5)]
-    records = world.stages[-1].tokens(marked, rows)
+    records, _ = world.stages[-1].tokens(marked, rows)
     assert records["status"].tolist() == [SegmentError.NON_FINITE, SegmentError.NONE]
     assert records["token"].tolist() == [-1, int(alone[-1].argmax())]
     assert np.array_equal(world.stages[-1].logits(rows[len(bad) :]), alone)
@@ -158,7 +158,7 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
     world.start(1)
     marked, rows = world.send([Window(1, 0, IDS[:3], want=True)])
     assert marked["error"].tolist() == [SegmentError.NONE]
-    record = world.stages[-1].tokens(marked, rows)[0]
+    record = world.stages[-1].tokens(marked, rows)[0][0]
     assert (record["status"], record["token"], record["logprob"]) == (SegmentError.NON_FINITE, -1, 0.0)
 
 

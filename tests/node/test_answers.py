@@ -8,14 +8,23 @@ import pytest
 import tokenizers
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import LONG_TEXT, AnswerDesk, ModelFacts
-from cascadia_p2p.ring.scheduler import Stream
+from cascadia_p2p.node.answers import LONG_TEXT, Answer, AnswerDesk, ModelFacts
+from cascadia_p2p.ring.scheduler import Score, Stream, StreamRequest
 from cascadia_p2p.sample.tokenizer import tokenizer_json
 from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.template import ChatTemplate
 from cascadia_p2p.text.tokenizer import Tokenizer
-from cascadia_p2p.types import StreamId
-from cascadia_p2p.wire.client import ChatMessage, FinishReason, GenerateRequest
+from cascadia_p2p.types import GREEDY, Sampling, StreamId
+from cascadia_p2p.wire.client import (
+    MAX_REQUEST_BYTES,
+    MAX_SCORES,
+    ChatMessage,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+)
+from cascadia_p2p.wire.frames import MAX_ALTERNATIVES
+from cascadia_p2p.wire.model import encode
 
 TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(280))))
 PROMPT = GenerateRequest(prompt="a")
@@ -114,3 +123,114 @@ def test_what_an_answer_is_read_with_says_how_it_ended() -> None:
         tuple(b"ab\n"),
     )
     assert reply.usage.completion_tokens == 3
+
+
+# --- drawn tokens and scores ------------------------------------------------------------------------------
+
+
+def accept(tokenizer: Tokenizer | None = TOKENIZER, **fields: object) -> tuple[StreamRequest, Answer]:
+    desk = AnswerDesk(ModelFacts(280, frozenset()), tokenizer, None)
+    return desk.accept(GenerateRequest.model_validate({"token_ids": (97,), **fields}), StreamId(1))
+
+
+def reply_of(accepted: StreamRequest, answer: Answer) -> GenerateReply:
+    answer.finish()
+    return answer.reply(Stream(accepted, [*accepted.prompt], 0.0), FinishReason.LENGTH)
+
+
+def test_a_request_without_a_temperature_is_greedy_and_has_no_seed() -> None:
+    for fields in (
+        {},
+        {"temperature": 0},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "seed": 4},
+        {"seed": 4},
+    ):
+        accepted, answer = accept(**fields)
+        assert (accepted.sampling, accepted.alternatives) == (GREEDY, 0)
+        reply = reply_of(accepted, answer)
+        assert (reply.seed, reply.logprobs) == (None, None)
+
+
+def test_options_reach_the_stream_and_the_seed_the_reply() -> None:
+    accepted, answer = accept(temperature=0.7, top_k=5, top_p=0.25, seed=2**64 - 1, logprobs=3)
+    assert accepted.sampling == Sampling(0.7, 5, 0.25, 2**64 - 1)
+    assert accepted.alternatives == 3
+    assert reply_of(accepted, answer).seed == 2**64 - 1
+
+
+def test_a_missing_seed_is_drawn_once_and_told() -> None:
+    seeds = set()
+    for _ in range(20):
+        accepted, answer = accept(temperature=1)
+        assert accepted.sampling == Sampling(1.0, 0, 1.0, accepted.sampling.seed)
+        assert reply_of(accepted, answer).seed == accepted.sampling.seed
+        assert 0 <= accepted.sampling.seed < 2**53
+        seeds.add(accepted.sampling.seed)
+    assert len(seeds) == 20
+
+
+def test_pieces_and_reply_hold_the_scores_of_their_tokens() -> None:
+    accepted, answer = accept(logprobs=2, stream=True)
+    answer.take(b"a", (Score(-0.123456789, ((97, -0.123456789), (0xC3, -2.5))),))
+    first = answer.piece()
+    assert first is not None
+    assert first.logprobs is not None
+    (score,) = first.logprobs
+    assert (score.token_id, score.token, score.logprob) == (97, "a", -0.123457)
+    assert score.top_logprobs is not None
+    assert [(each.token_id, each.token, each.logprob) for each in score.top_logprobs] == [
+        (97, "a", -0.123457),
+        # Half a character by itself.
+        (0xC3, "\ufffd", -2.5),
+    ]
+    answer.take([0xC3, 0xBC, SAMPLING], (Score(-1.0), Score(-2.0), Score(float("-inf"))))
+    second = answer.finish()
+    assert second is not None
+    assert second.logprobs is not None
+    assert [each.token for each in second.logprobs] == ["\ufffd", "\ufffd", "<|content_model_end_sampling|>"]
+    assert second.logprobs[-1].logprob < -1e38
+    reply = answer.reply(Stream(accepted, [*accepted.prompt], 0.0), FinishReason.LENGTH)
+    assert reply.logprobs == first.logprobs + second.logprobs
+    encode(reply)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_behind_a_stop_string_have_no_score(stream: bool) -> None:
+    accepted, answer = accept(logprobs=True, stop=("b\n",), stream=stream)
+    answer.take(b"ab\nxyz", [Score(-float(place)) for place in range(6)])
+    answer.take(b"q", (Score(-9.0),))
+    reply = reply_of(accepted, answer)
+    assert (reply.text, reply.token_ids) == ("a", tuple(b"ab\n"))
+    assert reply.logprobs is not None
+    assert [(each.token, each.logprob, each.top_logprobs) for each in reply.logprobs] == [
+        ("a", 0.0, None),
+        ("b", -1.0, None),
+        ("\n", -2.0, None),
+    ]
+
+
+def test_scores_have_ids_only_where_there_is_no_tokenizer_and_are_left_out_where_not_asked_for() -> None:
+    accepted, answer = accept(None, logprobs=1)
+    answer.take([5], (Score(-1.0, ((6, -0.5),)),))
+    reply = reply_of(accepted, answer)
+    assert reply.logprobs is not None
+    assert (
+        b'"logprobs":[{"token_id":5,"logprob":-1.0,"top_logprobs":[{"token_id":6,"logprob":-0.5}]}]'
+        in encode(reply)
+    )
+    accepted, answer = accept(logprobs=False)
+    answer.take(b"a", (Score(-1.0),))
+    assert b"logprob" not in encode(reply_of(accepted, answer))
+
+
+def test_a_reply_with_the_most_scores_can_be_sent() -> None:
+    """The longest ids and numbers, and longer texts than all but a few tokens have."""
+    count = MAX_SCORES // (1 + MAX_ALTERNATIVES)
+    answer = Answer(GenerateRequest(token_ids=(1,), max_tokens=count, logprobs=MAX_ALTERNATIVES), None)
+    score = Score(-12.345678, ((2**31 - 1, -12.345678),) * MAX_ALTERNATIVES)
+    answer.take([2**31 - 1] * count, [score] * count)
+    answer.finish()
+    size = len(encode(answer.reply(Stream(accept()[0], [97], 0.0), FinishReason.LENGTH)))
+    assert size + MAX_SCORES * len(
+        ',"token":"sixty characters in a token are more than nearly all of them have"'
+    ) < (MAX_REQUEST_BYTES)

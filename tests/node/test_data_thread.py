@@ -31,6 +31,7 @@ from cascadia_p2p.wire.frames import (
     SegmentError,
     SegmentFlag,
     Table,
+    alternative_table,
     encode_header,
     record_table,
     segment_table,
@@ -97,7 +98,7 @@ class Mixer:
             out[row] = state
         self.states[int(segment["slot"])] = (stream, held + len(inputs), state)
 
-    def tokens(self, segments: Table, hidden: np.ndarray) -> Table:
+    def tokens(self, segments: Table, hidden: np.ndarray) -> tuple[Table, Table]:
         records = record_table(len(segments))
         at = 0
         for record, segment in zip(records, segments, strict=True):
@@ -107,7 +108,11 @@ class Mixer:
             record["position"] = segment["start"] + segment["rows"]
             record["status"] = segment["error"]
             record["token"] = int(hidden[at - 1, 0])
-        return records[((segments["flags"] & SegmentFlag.WANT_TOKEN) != 0) | (segments["error"] != 0)]
+            record["alternatives"] = record["token"] % 3
+        records = records[((segments["flags"] & SegmentFlag.WANT_TOKEN) != 0) | (segments["error"] != 0)]
+        alternatives = alternative_table(int(records["alternatives"].sum()))
+        alternatives["token"] = np.repeat(records["token"], records["alternatives"])
+        return records, alternatives
 
     def reset(self) -> None:
         self.states.clear()
@@ -216,6 +221,10 @@ class Ring:
         return any(update.terminal for update in self.updates[stream])
 
     def tokens(self, stream: int) -> list[int]:
+        """The stream's tokens; each came with just the alternatives that the tail made for it."""
+        for update in self.updates[stream]:
+            for token, score in zip(update.tokens, update.scores, strict=True):
+                assert score.alternatives == ((token, 0.0),) * (token % 3)
         return [token for update in self.updates[stream] for token in update.tokens]
 
     def dropped(self, reason: str) -> int:
@@ -372,7 +381,7 @@ ROW = np.zeros((1, HIDDEN), np.float32)
         (FrameFault.LIMIT, one_row(Epoch(1, HEAD), rows=17), ROW),
         (FrameFault.FOREIGN, b"\xff" * 64, None),
         (FrameFault.LENGTH, b"hello", ROW),
-        (FrameFault.VERSION, one_row(Epoch(1, HEAD)).replace(b"CP2P\x01", b"CP2P\x02"), ROW),
+        (FrameFault.VERSION, one_row(Epoch(1, HEAD)).replace(b"CP2P\x02", b"CP2P\x01"), ROW),
     ],
 )
 def test_what_does_not_belong_is_counted_and_the_ring_goes_on(
@@ -459,7 +468,7 @@ class WrongShape(Mixer):
 
 
 class NoHead(Mixer):
-    def tokens(self, segments: Table, hidden: np.ndarray) -> Table:
+    def tokens(self, segments: Table, hidden: np.ndarray) -> tuple[Table, Table]:
         raise RuntimeError("a made-up failure")
 
 
@@ -667,8 +676,8 @@ class BadConductor:
             return None
         return type(plan)(plan.number + 1, plan.segments, plan.operations, plan.tokens)
 
-    def on_tokens(self, number: int, records: Table) -> None:
-        self.inner.on_tokens(number, records)
+    def on_tokens(self, number: int, records: Table, alternatives: Table) -> None:
+        self.inner.on_tokens(number, records, alternatives)
 
 
 def test_a_scheduler_that_lost_its_order_breaks_the_epoch_and_not_the_thread() -> None:

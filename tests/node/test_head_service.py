@@ -61,6 +61,7 @@ class Ring:
     def __init__(self) -> None:
         self.streams: dict[StreamId, Stream] = {}
         self.ended: list[StreamId] = []
+        self.queue: list[StreamId] = []
         self.service: HeadService
 
     def call(self, function: Callable[[], None]) -> None:
@@ -78,6 +79,9 @@ class Ring:
         if found is not None:
             self.ended.append(stream)
             self._tell(Update(found, error=error))
+
+    def tell_places(self, hear: Callable[[list[StreamId]], None]) -> None:
+        hear(self.queue)
 
     def expire(self, *_: object) -> None:
         pass
@@ -125,6 +129,7 @@ async def door(
             status=dict,
             missing=list,
             queue_wait_s=60.0,
+            recovery_s=60.0,
             watch=lambda task: None,
         )
         ring.service.start()
@@ -361,7 +366,7 @@ def test_a_client_that_does_not_read_is_dropped_and_told_so(monkeypatch: pytest.
                 count += 1
                 assert last.get("seq", count) == count
             assert last["error"]["code"] == "slow_client"
-            assert f"last {MAX_PIECES} pieces" in last["error"]["message"]
+            assert f"the last {MAX_PIECES} pieces" in last["error"]["message"]
             assert not await slow.poll(300)
         finally:
             context.destroy(linger=0)
@@ -500,3 +505,145 @@ def step(draw: random.Random, ring: Ring) -> None:
             ring.give(stream, words("end"), FinishReason.LENGTH)
         case _:
             ring.give(stream, words(draw.choice(["x", "y", "z", "ü", "🙂", "abc"])))
+
+
+# --- clients that tell what they have read ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 300])
+def test_a_client_that_acknowledges_nothing_gets_256_pieces_and_one_last_word(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound holds whatever the sockets between could take, for small pieces as for large ones."""
+    monkeypatch.setattr(head_module, "PIECE_S", 0.0)
+
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint.tcp)
+            request = {"token_ids": [1], "max_tokens": 10**9, "stream": True, "acks": True, "id": "a"}
+            await socket.send_multipart([b"", json.dumps(request).encode()])
+            stream = await ring.stream()
+            given = 0
+            while stream in ring.streams:
+                ring.give(stream, words("x" * width)[:width])
+                given += 1
+                assert given < 2000
+                await asyncio.sleep(0.001)
+            replies = [json.loads((await socket.recv_multipart())[-1])]
+            while "error" not in replies[-1]:
+                replies.append(json.loads((await socket.recv_multipart())[-1]))
+            assert replies[-1]["error"]["code"] == "slow_client"
+            assert [reply["seq"] for reply in replies[:-1]] == list(range(1, len(replies)))
+            assert MAX_PIECES <= len(replies) - 1 <= MAX_PIECES + 1
+            assert not await socket.poll(200)
+            assert ring.service.pending == 0
+        finally:
+            context.destroy(linger=0)
+
+    run(scenario)
+
+
+def test_the_library_tells_what_was_read_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_module, "PIECE_S", 0.0)
+
+    async def give(ring: Ring, stream: StreamId, count: int) -> None:
+        for _ in range(count):
+            if stream not in ring.streams:
+                return
+            ring.give(stream, words("x"))
+            await asyncio.sleep(0.001)
+
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        async with AsyncClient(endpoint) as client:
+            async with client.stream("a", max_tokens=9999) as answer:
+                first = asyncio.create_task(anext(answer))
+                stream = await ring.stream()
+                giving = asyncio.create_task(give(ring, stream, 1000))
+                text = (await first).text or ""
+                while len(text) < 1000:
+                    text += (await anext(answer)).text or ""
+                await giving
+                ring.give(stream, [END])
+                assert [piece.token_ids async for piece in answer] == [(END,)]
+                assert answer.reply.text == "x" * 1000
+            answer = client.stream("a", max_tokens=9999)
+            first = asyncio.create_task(anext(answer))
+            stream = await ring.stream()
+            giving = asyncio.create_task(give(ring, stream, 1000))
+            await first
+            # It sleeps over its answer, while the library goes on receiving.
+            await giving
+            with pytest.raises(RequestError) as slow:
+                _ = [piece async for piece in answer]
+            assert slow.value.code is ErrorCode.SLOW_CLIENT
+            assert ring.ended == [stream]
+
+    run(scenario)
+
+
+# --- the queue ----------------------------------------------------------------------------------------------
+
+
+def test_who_waits_is_told_the_place_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_module, "PLACES_S", 0.05)
+
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        async with AsyncClient(endpoint) as client:
+            places: list[int] = []
+            answer = client.stream("a", on_queued=places.append)
+            reading = asyncio.create_task(anext(answer))
+            stream = await ring.stream()
+            for queue, told in (
+                ([StreamId(99), StreamId(98), stream], [3]),
+                ([StreamId(99), StreamId(98), stream], [3]),
+                ([StreamId(98), stream], [3, 2]),
+                ([stream], [3, 2, 1]),
+            ):
+                ring.queue = queue
+                ring.service._ask_places(0.0)
+                await asyncio.sleep(0.15)
+                assert places == told
+            ring.queue = []
+            ring.give(stream, words("x"))
+            assert (await reading).seq == 1
+            await answer.aclose()
+
+    run(scenario)
+
+
+def test_the_library_asks_again_while_the_head_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        full = 2
+        submit = ring.submit
+
+        def refuse(request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
+            nonlocal full
+            full -= 1
+            if full >= 0:
+                error = RequestError(ErrorCode.OVERLOADED, "no room", retry_after_s=0.05)
+                asyncio.get_running_loop().call_soon(refused, request.stream, error)
+            else:
+                submit(request, refused)
+
+        monkeypatch.setattr(ring, "submit", refuse)
+        async with AsyncClient(endpoint, timeout_s=10.0) as client:
+            asking = asyncio.create_task(client.generate("a"))
+            ring.give(await ring.stream(), [*words("x"), END])
+            assert (await asking).text == "x"
+            full = 2
+            answer = client.stream("a")
+            reading = asyncio.create_task(anext(answer))
+            ring.give(await ring.stream(), [*words("y"), END])
+            assert (await reading).text == "y"
+            await answer.aclose()
+        for options in ({"retry": False}, {"timeout_s": 0.04}):
+            full = 1
+            async with AsyncClient(endpoint, **options) as client:  # type: ignore[arg-type]
+                with pytest.raises(RequestError, match="no room") as refused:
+                    await client.generate("a")
+                assert refused.value.retry_after_s == 0.05
+
+    run(scenario)

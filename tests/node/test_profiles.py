@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cascadia_p2p.errors import CascadiaError
-from cascadia_p2p.node.profiles import find_profile, layer_seconds, profile_path, stage_time, write_profile
+from cascadia_p2p.node.profiles import find_profile, layer_seconds, pace, profile_path, write_profile
 from cascadia_p2p.planning.measured import FrameTime, Link, MeasuredNode, Subject
 
 SUBJECT = Subject(fingerprint="0" * 64, shard=1, device="GPU.1", precision="fine", cache="f32", threads=8)
@@ -70,12 +70,11 @@ def test_a_place_that_can_not_be_written_is_said(tmp_path: Path) -> None:
         write_profile(profile_path(tmp_path, SUBJECT), measured())
 
 
-def test_times_for_the_scheduler_come_from_decoding_frames() -> None:
-    node = measured(frame(1, 0.011), frame(8, 0.018), frame(64, 0.5, "prefill"))
-    found = stage_time(node)
-    assert found is not None
-    assert (found.fixed, found.per_row) == (pytest.approx(0.010), pytest.approx(0.001))
+def test_times_for_the_scheduler_come_from_decoding_frames_and_behind_them_from_windows() -> None:
+    windows = (frame(4, 0.4, "prefill"), frame(64, 0.5, "prefill"))
+    node = measured(frame(8, 0.018), frame(1, 0.011), *windows)
+    assert pace(node) == ((1, 0.011), (8, 0.018), (64, 0.5))
     assert layer_seconds(node, 5) == pytest.approx(0.1)
-    assert stage_time(measured(frame(8, 0.02))) is None
+    assert pace(measured(frame(8, 0.02))) == ()
     assert layer_seconds(measured(), 5) == 0.0
     assert layer_seconds(measured(frame(8, 1e5)), 5) == 60.0

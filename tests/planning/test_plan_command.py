@@ -19,7 +19,7 @@ from planning_world import CONFIGS, node
 from cascadia_p2p.cli import main
 
 BIG = str(CONFIGS / "inkling-975b")
-ELEVEN = ("--nodes", "11", "--memory", "64GB", "--context", "1024")
+ELEVEN = ("--nodes", "11", "--memory", "64GB", "--context", "1024", "--prefixes", "0")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -54,6 +54,24 @@ def test_a_plan_that_fits_says_so_and_how_to_lift_the_gpus_limit(capsys: pytest.
     assert "\nit fits\n" in out
     assert f"ttm.pages_limit={53 * 262144} " in out
     assert "split: 7,6,6,6,6,6,6,6,6,6,5\n" in out
+
+
+def test_it_says_what_each_kept_prefix_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight blocks of five layers with a window, and inputs of convolutions; one node has seven layers."""
+    asked = (BIG, *ELEVEN[:-1], "16", "--device", "GPU", "--slots", "128")
+    code, out, _ = run(capsys, *asked)
+    assert code == 0
+    assert "\n16 kept prefixes, each 49 MiB on the node that needs most for it, beside blocks" in out
+    plan = as_json(capsys, *asked)[1]
+    nodes = plan["nodes"]
+    assert isinstance(nodes, list)
+    inputs = 3 * (5 * 2 * 16 * 128 + 2 * 8 * 128 + 6 * 2 * 6144)
+    assert nodes[1]["prefix"] == 5 * 512 * 16384 + 4 * inputs
+    less = as_json(capsys, *asked[:-5], "0", *asked[-4:])[1]["nodes"]
+    assert isinstance(less, list)
+    assert nodes[1]["caches"] - less[1]["caches"] == 16 * nodes[1]["prefix"]
+    _, _, err = run(capsys, *ELEVEN[:-1], "400", BIG, "--device", "GPU", "--slots", "128")
+    assert re.search(r"would fit with --prefixes \d+ or with", err)
 
 
 def test_json_holds_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,8 @@ class SimNode:
         self.actions: list[a.Action] = []
         self.closed: list[a.CloseRing] = []
         self.lies = False
+        self.needs = (0, 0, 0)
+        self.drained = False
 
     @property
     def core(self):  # type: ignore[no-untyped-def]
@@ -138,6 +140,7 @@ class SimNode:
                     data.frames_out,
                     data.waiting_send,
                     data.probe_seen,
+                    *self.needs,
                 )
             )
             self.feed(e.Tick())
@@ -216,6 +219,8 @@ class SimNode:
                 self.paused = True
             case a.ResumeAdmission():
                 self.paused = False
+            case a.Drained():
+                self.drained = True
             case a.Fatal():
                 self.fatal = action.error
                 self.world.kill(self)

@@ -300,3 +300,21 @@ def test_a_data_thread_that_can_not_switch_says_why_on_both_consoles() -> None:
     assert "port 7601 is in use" in nodes[2].sentences("ring_closed")
     attempts = [say for say in nodes[0].said if say.event == "ring_forming"]
     assert 2 <= len(attempts) <= 8, "it goes on trying, ever more slowly"
+
+
+def test_the_head_paces_frames_by_the_slowest_stage_and_by_all_of_them() -> None:
+    world = World(1)
+    nodes = [world.start(profile(index, shard=index - 1), 60.0) for index in (1, 2, 3)]
+    world.run_until(lambda: all(node.loading is not None for node in nodes), 10)
+    paces = (((1, 1.0), (4, 2.0)), ((1, 3.0), (4, 3.5)), ())
+    for node, pace in zip(nodes, paces, strict=True):
+        node.feed(e.ShardLoaded(node.loading, 0.0, pace))
+    world.run_until(world.is_open, 10)
+    told = [action.times for node in nodes for action in node.actions if isinstance(action, a.SetPace)]
+    assert told
+    assert told[-1].slowest.points == ((1, 3.0), (4, 3.5))
+    # The third stage is not known: it counts as the mean of the others.
+    assert told[-1].trip.points == ((1, 6.0), (4, 8.25))
+    count = len(told)
+    world.run(2.0)
+    assert count == sum(isinstance(action, a.SetPace) for node in nodes for action in node.actions)

@@ -7,7 +7,7 @@ from ring_world import TIMES, profile
 
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.ring.core import Core
-from cascadia_p2p.ring.greeting import check, is_self, mixed_software, other_version
+from cascadia_p2p.ring.greeting import check, is_self, mixed_numbers, mixed_software, other_version
 from cascadia_p2p.wire.frames import PROTOCOL
 from cascadia_p2p.wire.messages import Introduction, OtherVersion, RefusalCode
 
@@ -42,6 +42,22 @@ def test_rpc_04_other_release_with_the_same_protocol_joins_with_a_warning() -> N
     assert warning is not None
     assert "0.1.0" in warning
     assert "0.1.1" in warning
+
+
+def test_nodes_that_compute_in_different_ways_join_with_a_warning_that_names_both() -> None:
+    own, other = (
+        introduction(1, precision="fine", cache="f32"),
+        introduction(2, precision="fast", cache="f32"),
+    )
+    assert check(own, other, serving=False) is None
+    assert mixed_numbers(own, own) is None
+    assert mixed_numbers(own, introduction(3)) is None, "who does not say it is not suspected"
+    warning = mixed_numbers(own, other)
+    assert warning is not None
+    for words in ("--precision fine on pc1", "fast on pc2"):
+        assert words in warning
+    assert "cache" not in warning
+    assert "--cache bf16" in str(mixed_numbers(introduction(4, cache="bf16"), own))
 
 
 def test_exo_06_another_fleet_is_named() -> None:

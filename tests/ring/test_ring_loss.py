@@ -7,7 +7,7 @@ from ring_world import TIMES, SimNode, World, open_fleet, profile
 
 from cascadia_p2p.ring import actions as a
 from cascadia_p2p.ring import events as e
-from cascadia_p2p.types import Epoch, Instance
+from cascadia_p2p.types import Epoch, Instance, Promise
 from cascadia_p2p.wire.messages import Close, Form, Open, Ready
 
 
@@ -380,3 +380,105 @@ def test_a_member_takes_no_epoch_that_does_not_fit() -> None:
         assert len(rejects) == 1
         assert words in rejects[0].reason
         assert member.core.seat.epoch == seat.epoch
+
+
+@pytest.mark.parametrize("field", ["slots", "context"])
+def test_a_standby_that_promises_less_than_is_in_use_is_not_taken(field: str) -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    own = nodes[0].profile.promise
+    less = Promise(own.slots - 1, own.context, own.rows)
+    if field == "context":
+        less = Promise(own.slots, own.context - 1, own.rows)
+    standby = world.start(profile(9, shard=1, promise=less), 0.1)
+    world.run(4)
+    nodes[0].needs = (own.slots, own.slots, own.context)
+    world.run(0.2)
+    world.kill(nodes[1])
+    world.run(4)
+    assert not world.is_open()
+    words = nodes[0].machine.snapshot(world.now)["waiting_for"]
+    assert f"promises {less.slots} slots of {less.context} positions, where 4 of 128 are in use" in str(words)
+    nodes[0].needs = (0, 0, 0)
+    world.run_until(world.is_open, 2)
+    assert standby.core.seat is not None
+
+
+def test_a_loss_tells_which_frames_lay_at_the_lost_stage() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 4, 4)
+    for node, taken, sent in [(nodes[0], 5, 9), (nodes[1], 9, 9), (nodes[2], 7, 7), (nodes[3], 6, 6)]:
+        node.data.frames_in, node.data.frames_out = taken, sent
+    world.run(0.3)
+    world.kill(nodes[2])
+    world.run_until(lambda: nodes[0].core.seat is None, 3)
+    assert closing(nodes[0]).held == 7
+    world.restart(nodes[2])
+    world.run_until(world.is_open, 10)
+    nodes[1].feed(e.Leave("Ctrl-C"))
+    world.run(0.3)
+    assert closing(nodes[0]).held == 0, "who says goodbye is no victim"
+
+
+def test_a_member_that_drains_is_spared_when_its_standby_is_there() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    standby = world.start(profile(9, shard=1), 0.1)
+    world.run(4)
+    nodes[0].needs = (4, 4, 128)
+    world.run(0.1)
+    nodes[1].feed(e.Drain("Ctrl-C"))
+    world.run_until(lambda: nodes[1].drained, 1)
+    world.run_until(world.is_open, 1)
+    assert world.ring() == ["pc1", "pc9", "pc3"]
+    assert standby.core.seat is not None
+    assert closing(nodes[0]).held == 0
+    assert closing(nodes[0]).reason == "pc2/00000000 is leaving"
+    nodes[1].feed(e.Leave("Ctrl-C"))
+    world.run(5)
+    assert world.ring() == ["pc1", "pc9", "pc3"]
+
+
+def test_a_member_that_drains_without_a_standby_waits_for_what_runs() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    nodes[0].needs = (2, 4, 128)
+    world.run(0.1)
+    nodes[1].feed(e.Drain("Ctrl-C"))
+    world.run(5)
+    assert world.is_open()
+    assert not nodes[1].drained
+    assert nodes[0].paused
+    nodes[0].needs = (0, 2, 128)
+    world.run_until(lambda: nodes[1].drained, 1)
+    assert closing(nodes[0]).missing == (1,)
+    world.run(3)
+    assert not world.is_open(), "who leaves takes no place"
+    assert "has it and is leaving" in str(nodes[0].machine.snapshot(world.now)["waiting_for"])
+    nodes[1].feed(e.Leave("Ctrl-C"))
+    world.kill(nodes[1])
+    world.restart(nodes[1])
+    world.run_until(world.is_open, 10)
+
+
+def test_a_head_that_drains_ends_when_nobody_waits_for_it() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    nodes[0].needs = (2, 2, 128)
+    world.run(0.1)
+    nodes[0].feed(e.Drain("Ctrl-C"))
+    world.run(5)
+    assert not nodes[0].drained
+    assert world.is_open()
+    assert nodes[0].paused
+    nodes[0].needs = (0, 0, 0)
+    world.run_until(lambda: nodes[0].drained, 1)
+
+
+def test_a_node_without_a_seat_drains_at_once() -> None:
+    world = World(2)
+    open_fleet(world, 3)
+    spare = world.start(profile(9, shard=1), 0.1)
+    world.run(4)
+    spare.feed(e.Drain("Ctrl-C"))
+    assert spare.drained

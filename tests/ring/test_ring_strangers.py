@@ -120,6 +120,17 @@ def test_a_newcomer_of_another_protocol_ends_only_at_an_open_ring(serving: bool)
         assert "4.2.0 (protocol 9)" in str(node.fatal)
 
 
+def test_mixed_precisions_join_with_a_warning_on_both_consoles() -> None:
+    world = World(1)
+    one = world.start(profile(1, shard=0, shards=2, holds=(0, 1), precision="fine"), 0.1)
+    two = world.start(profile(2, shard=1, shards=2, holds=(0, 1), precision="exact"), 0.1)
+    world.run_until(world.is_open, 10)
+    for node in (one, two):
+        assert node.sentences("numbers_mixed").count("--precision") == 1
+    shown = one.machine.snapshot(world.now)["nodes"]
+    assert [each["precision"] for each in shown] == ["fine", "exact"]
+
+
 def test_mixed_releases_join_with_one_warning() -> None:
     world = World(1)
     nodes = fleet(world, 2, 3)

@@ -2,109 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from scheduler_world import BLOCK, ModelRing, assert_at_rest, drain, expected, opened, request
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.ring.policy import Policy, StageTime
-from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
-from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest, Update
+from cascadia_p2p.types import Promise, Sampling, StreamId
 from cascadia_p2p.wire.client import FinishReason
-from cascadia_p2p.wire.frames import RECORD, OperationKind, SegmentError, SegmentFlag
-
-VOCAB = 97
-
-
-def next_token(ids: list[int]) -> int:
-    """A deterministic stand-in for a model: depends on every id and its position."""
-    value = 7
-    for i, token in enumerate(ids):
-        value = (value * 31 + token + i) % 1_000_003
-    return value % VOCAB
-
-
-class ModelRing:
-    """Stages in one: holds ids by slot, refuses what a stage would refuse, answers in frame order."""
-
-    def __init__(self, promise: Promise) -> None:
-        self.promise = promise
-        self.slots: dict[int, tuple[int, list[int]]] = {}
-        self.frames: deque[tuple[int, np.ndarray]] = deque()
-        self.number = 0
-
-    def run(self, plan: Plan) -> None:
-        self.number += 1
-        assert plan.number == self.number
-        assert len(plan.operations) <= 2 * self.promise.slots
-        for operation in plan.operations:
-            slot, stream = int(operation["slot"]), int(operation["stream"])
-            assert 0 <= slot < self.promise.slots
-            if operation["kind"] == OperationKind.START:
-                assert slot not in self.slots, "a slot is started before it was released"
-                self.slots[slot] = (stream, [])
-            else:
-                assert operation["kind"] == OperationKind.RELEASE
-                assert self.slots.pop(slot)[0] == stream
-        assert len(plan.tokens) == plan.segments["rows"].sum() <= self.promise.rows
-        assert len(set(plan.segments["stream"].tolist())) == len(plan.segments)
-        offset, records = 0, []
-        for segment in plan.segments:
-            stream, ids = self.slots[int(segment["slot"])]
-            rows = int(segment["rows"])
-            assert rows >= 1
-            assert stream == segment["stream"]
-            assert len(ids) == segment["start"], "a window does not start where the slot ends"
-            ids += plan.tokens[offset : offset + rows].tolist()
-            assert len(ids) <= self.promise.context
-            offset += rows
-            if segment["flags"] & SegmentFlag.WANT_TOKEN:
-                record = np.zeros((), RECORD)
-                record["stream"], record["slot"] = stream, segment["slot"]
-                record["position"], record["token"] = len(ids), next_token(ids)
-                records.append(record)
-        self.frames.append((plan.number, np.array(records, RECORD)))
-
-    def answer(self, scheduler: Scheduler, now: float) -> list[Update]:
-        number, records = self.frames.popleft()
-        return scheduler.on_tokens(number, records, now)
-
-
-def expected(request: StreamRequest, context: int) -> list[int]:
-    ids = list(request.prompt)
-    while True:
-        token = next_token(ids)
-        ids.append(token)
-        generated = len(ids) - len(request.prompt)
-        if token in request.stop_ids or generated >= request.max_tokens or len(ids) > context:
-            return ids[len(request.prompt) :]
-
-
-def drain(scheduler: Scheduler, ring: ModelRing, now: float = 0.0) -> list[Update]:
-    updates: list[Update] = []
-    for _ in range(100_000):
-        while (plan := scheduler.schedule(now)) is not None:
-            ring.run(plan)
-        if not ring.frames:
-            return updates
-        updates += ring.answer(scheduler, now)
-    raise AssertionError("the scheduler does not come to rest")
-
-
-def request(number: int, prompt: int, max_tokens: int, stops: frozenset[int] = frozenset()) -> StreamRequest:
-    ids = tuple((number * 13 + 5 * i) % VOCAB for i in range(prompt))
-    return StreamRequest(StreamId(number), ids, max_tokens, stops)
-
-
-def opened(stages: int = 3, slots: int = 4, context: int = 64, rows: int = 16, policy: Policy | None = None):
-    promise = Promise(slots, context, rows)
-    scheduler = Scheduler(policy or Policy())
-    scheduler.open(stages, promise)
-    return scheduler, ModelRing(promise)
+from cascadia_p2p.wire.frames import RECORD, OperationKind, SegmentError
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 63, 64])
@@ -235,126 +142,220 @@ def test_overloaded_says_when_to_come_back() -> None:
     with pytest.raises(RequestError) as caught:
         scheduler.submit(request(3, 1, 1), 0.0)
     assert caught.value.code is ErrorCode.OVERLOADED
-    assert caught.value.retry_after_s
+    assert caught.value.retry_after_s == Policy().retry_after_s, "nothing has ended yet"
 
 
-@pytest.mark.parametrize(
-    ("streams", "stages", "rows"),
-    [(1, 11, 1), (11, 11, 1), (22, 11, 2), (88, 11, 8), (176, 11, 8), (8, 1, 8)],
-)
-def test_decode_rows_fill_the_ring_before_they_share_frames(streams: int, stages: int, rows: int) -> None:
-    assert Policy(stage_time=StageTime(16, 19)).decode_rows(streams, stages, 64) == rows
+def test_overloaded_says_when_half_of_the_queue_will_have_started() -> None:
+    scheduler, ring = opened(slots=1, policy=Policy(queue_limit=20))
+    for number in range(1, 21):
+        scheduler.submit(request(number, 1, 1), 0.0)
+    for second in range(1, 11):
+        ring.run(scheduler.schedule(float(second)))
+        assert ring.answer(scheduler, second + 0.5)[0].finish
+    for number in range(21, 31):
+        scheduler.submit(request(number, 1, 1), 11.0)
+    with pytest.raises(RequestError) as caught:
+        scheduler.submit(request(31, 1, 1), 11.5)
+    # Ten answers ended in the ten seconds since 1.5; ten of the twenty that wait need as long again.
+    assert caught.value.retry_after_s == pytest.approx(10.0)
+    with pytest.raises(RequestError) as caught:
+        scheduler.submit(request(31, 1, 1), 1e6)
+    assert caught.value.retry_after_s == 600.0, "bounded, and slow when nothing has ended lately"
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, answers and cancels; each stream's tokens must be those it has alone."""
-
-    @initialize(
-        stages=st.integers(1, 5),
-        slots=st.integers(1, 4),
-        rows=st.integers(1, 12),
-        flight=st.integers(1, 8),
-        window=st.integers(1, 8),
-    )
-    def start(self, stages: int, slots: int, rows: int, flight: int, window: int) -> None:
-        self.context = 24
-        self.stages = stages
-        self.promise = Promise(slots, self.context, rows)
-        self.scheduler = Scheduler(Policy(frames_in_flight=flight, shared_window=window))
-        self.scheduler.open(stages, self.promise)
-        self.ring = ModelRing(self.promise)
-        self.requests: dict[int, StreamRequest] = {}
-        self.tokens: dict[int, list[int]] = {}
-        self.ended: dict[int, str] = {}
-
-    def take(self, updates: list[Update]) -> None:
-        for update in updates:
-            number = int(update.stream.request.stream)
-            assert number not in self.ended, "something came after the terminal update"
-            self.tokens[number] += update.tokens
-            if update.terminal:
-                self.ended[number] = "error" if update.error else "done"
-
-    @rule(
-        prompt=st.integers(1, 24),
-        max_tokens=st.integers(1, 12),
-        stop=st.sets(st.integers(0, VOCAB - 1), max_size=8),
-    )
-    def submit(self, prompt: int, max_tokens: int, stop: set[int]) -> None:
-        number = len(self.requests) + 1
-        self.requests[number] = request(number, prompt, max_tokens, frozenset(stop))
-        self.tokens[number] = []
-        self.scheduler.submit(self.requests[number], 0.0)
-
-    @rule(count=st.integers(1, 6))
-    def send(self, count: int) -> None:
-        for _ in range(count):
-            if (plan := self.scheduler.schedule(0.0)) is not None:
-                self.ring.run(plan)
-
-    @rule(count=st.integers(1, 6))
-    def answer(self, count: int) -> None:
-        for _ in range(min(count, len(self.ring.frames))):
-            self.take(self.ring.answer(self.scheduler, 0.0))
-
-    @rule(which=st.integers(1, 30))
-    def cancel(self, which: int) -> None:
-        update = self.scheduler.drop(StreamId(which), RequestError(ErrorCode.CANCELLED, "cancelled"))
-        assert (update is not None) == (which in self.requests and which not in self.ended)
-        self.take([update] if update else [])
-
-    @rule()
-    def lose_the_ring(self) -> None:
-        self.scheduler.close()
-        self.ring = ModelRing(self.promise)
-        self.scheduler.open(self.stages, self.promise)
-
-    @invariant()
-    def in_flight_matches(self) -> None:
-        assert self.scheduler.in_flight == len(self.ring.frames)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.take(drain(self.scheduler, self.ring))
-        assert set(self.ended) == set(self.requests), "a stream starved"
-        assert not self.ring.slots, "a slot leaked"
-        for number, wanted in self.requests.items():
-            right = expected(wanted, self.context)
-            got = self.tokens[number]
-            assert got == right if self.ended[number] == "done" else got == right[: len(got)]
+def test_a_cancelled_stream_leaves_its_place_in_any_state() -> None:
+    scheduler, ring = opened(slots=1, rows=4, stages=1)
+    for number in (1, 2, 3, 4):
+        scheduler.submit(request(number, 9, 5), 0.0)
+    gone = RequestError(ErrorCode.CANCELLED, "gone")
+    assert scheduler.drop(StreamId(4), gone) is not None, "waiting"
+    ring.run(scheduler.schedule(0.0))
+    assert scheduler.drop(StreamId(1), gone) is not None, "its prompt half sent"
+    ring.run(scheduler.schedule(0.0))
+    while not any(stream.generated for stream in scheduler.streams()):
+        assert not [u for u in ring.answer(scheduler, 0.0) if u.stream.id == 1]
+        while (plan := scheduler.schedule(0.0)) is not None:
+            ring.run(plan)
+    assert scheduler.drop(StreamId(2), gone) is not None, "decoding"
+    assert scheduler.drop(StreamId(2), gone) is None
+    rest = drain(scheduler, ring)
+    assert {u.stream.id for u in rest} == {3}
+    assert_at_rest(scheduler, ring)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+def test_a_start_that_never_left_is_taken_back() -> None:
+    scheduler, ring = opened(stages=1, slots=2, policy=Policy(frames_in_flight=1))
+    scheduler.submit(request(1, 3, 4), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    scheduler.submit(request(2, 3, 4), 0.0)
+    assert scheduler.schedule(0.0) is None, "admitted, and no credit"
+    scheduler.drop(StreamId(2), RequestError(ErrorCode.CANCELLED, "gone"))
+    drain(scheduler, ring)
+    assert_at_rest(scheduler, ring)
 
 
-# --- the policy's times -------------------------------------------------------------------------------------
+# --- what the ring may do wrong -----------------------------------------------------------------------------
 
 
-def test_stage_times_are_fitted_by_relative_error() -> None:
-    exact = StageTime.fitted([(rows, 3.0 + 0.5 * rows) for rows in (1, 2, 4, 8, 64)])
-    assert exact is not None
-    assert (exact.fixed, exact.per_row) == (pytest.approx(3.0), pytest.approx(0.5))
-    # An error of the long frame counts as much as one of the same share of the short one.
-    bent = StageTime.fitted([(1, 1.0), (8, 1.7), (64, 14.6)])
-    assert bent is not None
-    assert all(abs(bent.of(rows) / time - 1) < 0.35 for rows, time in ((1, 1.0), (8, 1.7), (64, 14.6)))
-    # Through the origin at least: no frame takes less than nothing.
-    steep = StageTime.fitted([(1, 0.1), (8, 2.0)])
-    assert steep is not None
-    assert steep.fixed == 0.0
+def test_pri_08_an_answer_for_another_position_fails_its_stream_only() -> None:
+    scheduler, ring = opened()
+    scheduler.submit(request(1, 3, 4), 0.0)
+    scheduler.submit(request(2, 3, 4), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    ring.frames[0][1]["position"][0] += 1
+    wrong, *others = drain(scheduler, ring)
+    assert wrong.error is not None
+    assert "answered position 4 where 3 was due" in str(wrong.error)
+    assert [t for u in others for t in u.tokens] == expected(request(2, 3, 4), 64)
+    assert_at_rest(scheduler, ring)
 
 
-@pytest.mark.parametrize(
-    "measured", [[], [(4, 1.0)], [(4, 1.0), (4, 1.1)], [(1, 2.0), (8, 1.0)], [(1, 0.0), (8, 0.0)]]
-)
-def test_times_that_say_nothing_are_not_fitted(measured: list[tuple[int, float]]) -> None:
-    assert StageTime.fitted(measured) is None
+def test_pri_08_a_lost_a_repeated_and_an_early_answer_are_errors() -> None:
+    scheduler, ring = opened(stages=4)
+    scheduler.submit(request(1, 60, 4), 0.0)
+    while (plan := scheduler.schedule(0.0)) is not None:
+        ring.run(plan)
+    assert len(ring.frames) >= 3
+    first, second = ring.frames[0], ring.frames[1]
+    with pytest.raises(ValueError, match="answers no frame"):
+        scheduler.on_tokens(*second, 0.0)
+    scheduler.on_tokens(*first, 0.0)
+    with pytest.raises(ValueError, match="answers no frame"):
+        scheduler.on_tokens(*first, 0.0)
 
 
-def test_rows_a_frame_follow_the_measured_times() -> None:
-    """Where rows cost nothing there is one frame a stage; where they cost all, one a stream."""
-    free, dear = Policy(stage_time=StageTime(1.0, 1e-6)), Policy(stage_time=StageTime(0.0, 1.0))
-    assert free.decode_rows(8, 2, 64) == 4
-    assert dear.decode_rows(2, 2, 64) == 1
+def test_ring_08_late_answers_reach_nobody() -> None:
+    """Neither rows of a stream that was cancelled, nor those of the ring before."""
+    scheduler, ring = opened(slots=1)
+    scheduler.submit(request(1, 3, 4), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    scheduler.drop(StreamId(1), RequestError(ErrorCode.CANCELLED, "gone"))
+    scheduler.submit(request(2, 5, 3), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    assert ring.answer(scheduler, 0.0) == [], "the slot is another's already"
+    late = ring.frames[0]
+    scheduler.close()
+    with pytest.raises(ValueError, match="answers no frame"):
+        scheduler.on_tokens(*late, 0.0)
+    scheduler.open(3, ring.promise)
+    ring = ModelRing(ring.promise)
+    assert [t for u in drain(scheduler, ring) for t in u.tokens] == expected(request(2, 5, 3), 64)
+
+
+# --- kept prefixes ------------------------------------------------------------------------------------------
+
+
+def run_one(scheduler: Scheduler, ring: ModelRing, number: int, ids: tuple[int, ...], tokens: int) -> Update:
+    scheduler.submit(StreamRequest(StreamId(number), ids, tokens), 0.0)
+    return drain(scheduler, ring)[-1]
+
+
+def test_dll_04_a_chat_to_the_limit_starts_each_turn_where_the_last_ended() -> None:
+    scheduler, ring = opened(context=64, kept=8)
+    ids, turns, reused = (1, 2, 3), 0, []
+    while len(ids) <= 64:
+        last = run_one(scheduler, ring, turns, ids, 9)
+        assert last.finish is FinishReason.LENGTH
+        assert last.stream.ids[len(ids) :] == expected(last.stream.request, 64)
+        reused.append((last.stream.reused, len(ids)))
+        ids, turns = (*last.stream.ids, 7, 8), turns + 1
+    assert turns == 6
+    with pytest.raises(RequestError) as caught:
+        run_one(scheduler, ring, turns, ids, 9)
+    assert caught.value.code is ErrorCode.CONTEXT_OVERFLOW
+    # All that the turn before had sent, up to a block's end: its last token was never sent, two are new.
+    assert reused == [(0, 3)] + [((length - 3) // BLOCK * BLOCK, length) for _, length in reused[1:]]
+    assert_at_rest(scheduler, ring)
+
+
+def test_the_same_prompt_again_leaves_only_its_last_block_to_compute() -> None:
+    scheduler, ring = opened(kept=2)
+    for length, reused in ((9, 8), (8, 4), (5, 4), (4, 0)):
+        ids = tuple(range(length * 100, length * 100 + length))
+        assert run_one(scheduler, ring, length, ids, 3).stream.reused == 0
+        again = run_one(scheduler, ring, 100 + length, ids, 3)
+        assert again.stream.reused == reused
+        assert again.stream.ids[length:] == expected(again.stream.request, 64)
+
+
+def test_what_prompts_share_is_kept_when_it_is_seen_again() -> None:
+    scheduler, ring = opened(kept=8)
+    system = tuple(range(50, 64))
+    reused = [run_one(scheduler, ring, n, (*system, *range(n, n + 7)), 2).stream.reused for n in (1, 20, 40)]
+    assert reused == [0, 0, 12], "unknown, then seen before, then kept"
+
+
+def test_the_prefix_used_least_lately_goes_first() -> None:
+    scheduler, ring = opened(kept=2)
+    prompts = {n: tuple(range(n * 10, n * 10 + 6)) for n in range(1, 5)}
+    for number, prompt in enumerate((1, 2, 1, 3, 1, 2)):
+        last = run_one(scheduler, ring, number, prompts[prompt], 1)
+        assert last.stream.reused == (4 if number in (2, 4) else 0)
+    counts = scheduler.prefix_counts
+    assert (counts.hits, counts.misses, counts.tokens_reused) == (2, 4, 8)
+    assert (counts.keeps, counts.evictions, counts.kept, counts.entries) == (4, 2, 2, 2)
+
+
+def test_running_streams_have_room_before_kept_prefixes() -> None:
+    """Eight blocks a slot: two streams of full length leave none to entries alone."""
+    scheduler, ring = opened(slots=2, context=32, kept=6)
+    for number in range(6):
+        run_one(scheduler, ring, number, tuple(range(number * 40, number * 40 + 13)), 1)
+    # Sixteen blocks: five entries of three leave room, while nothing runs.
+    assert (scheduler.prefix_counts.kept, ring.used) == (5, 15)
+    for number in (10, 11):
+        scheduler.submit(request(number, 20, 12), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    assert not ring.entries
+    drain(scheduler, ring)
+    assert_at_rest(scheduler, ring)
+
+
+def test_a_stream_whose_prefix_a_stage_lacks_starts_again_without() -> None:
+    scheduler, ring = opened(kept=3)
+    ids = tuple(range(10))
+    run_one(scheduler, ring, 1, ids, 2)
+    for entry in list(ring.entries):
+        ring.lose_entry(entry)
+    last = run_one(scheduler, ring, 2, ids, 5)
+    assert last.finish is FinishReason.LENGTH
+    assert last.stream.reused == 0
+    assert last.stream.ids[10:] == expected(last.stream.request, 64)
+    assert run_one(scheduler, ring, 3, ids, 5).stream.reused == 8
+
+
+def test_what_was_kept_of_a_stream_that_failed_is_kept_no_more() -> None:
+    scheduler, ring = opened(kept=3)
+    scheduler.submit(request(1, 9, 30), 0.0)
+    while scheduler.prefix_counts.kept < 2:
+        while (plan := scheduler.schedule(0.0)) is not None:
+            ring.run(plan)
+        ring.answer(scheduler, 0.0)
+    ring.poison.add(1)
+    assert drain(scheduler, ring)[-1].error is not None
+    assert scheduler.prefix_counts.kept == 0
+    assert not ring.entries
+    assert_at_rest(scheduler, ring)
+
+
+def test_a_conversation_that_runs_keeps_its_place_from_others() -> None:
+    """With one entry, what a running stream has come to is not given up for another's."""
+    scheduler, ring = opened(kept=1, slots=2)
+    scheduler.submit(request(1, 2, 30), 0.0)
+    scheduler.submit(request(2, 2, 30), 0.0)
+    drain(scheduler, ring)
+    assert scheduler.prefix_counts.evictions == 0
+    assert scheduler.prefix_counts.keeps > 5
+
+
+def test_an_operation_carries_how_its_stream_is_sampled() -> None:
+    scheduler, _ = opened()
+    how = Sampling(temperature=0.5, top_k=3, top_p=0.25, seed=2**63)
+    scheduler.submit(StreamRequest(StreamId(2**63), (1, 2), 3, sampling=how, alternatives=4), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    (start,) = plan.operations
+    assert [start[name] for name in ("seed", "top_k", "temperature", "top_p", "logprobs")] == [
+        2**63, 3, 0.5, 0.25, 4,
+    ]  # fmt: skip
+    assert (start["kind"], start["stream"], start["slot"]) == (OperationKind.START, 2**63, 0)

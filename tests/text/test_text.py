@@ -118,6 +118,21 @@ def test_exo_18_stop_markers_are_never_shown() -> None:
     assert BYTE_LEVEL.decode(ids, specials=True) == f"ring{TURN}<plain added>"
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK])
+def test_a_token_is_spelled_by_itself(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(" the ring", specials=False)
+    assert "".join(map(tokenizer.spelling, ids)).lstrip() == "the ring"
+    assert any(tokenizer.spelling(token).startswith(" ") for token in ids)
+    assert tokenizer.spelling(tokenizer.vocab_size + 5) == ""
+
+
+def test_tokens_that_are_special_or_no_whole_character_are_spelled_too() -> None:
+    assert BYTE_LEVEL.spelling(BYTE_LEVEL.special_id(TURN)) == TURN
+    assert BYTE_LEVEL.spelling(BYTE_LEVEL.added["<plain added>"]) == "<plain added>"
+    assert BYTE_FALLBACK.spelling(8 + 0x41) == "A"
+    assert BYTE_FALLBACK.spelling(8 + 0xC3) == "\ufffd"
+
+
 def test_a_users_text_can_not_spell_a_special_token() -> None:
     turn = BYTE_LEVEL.special_id(TURN)
     assert BYTE_LEVEL.encode(TURN) == [turn]

@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.transport import client_server
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
-from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer
+from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
@@ -43,6 +44,10 @@ def client(network: Network, kind: int, *endpoints: Endpoint, **options: int) ->
 async def until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.005)
+
+
+async def taken(server: ClientServer, route: Route, data: bytes) -> None:
+    await until(lambda: server.reply(route, data) is not Delivery.FULL)
 
 
 async def got(made: zmq.Socket[bytes]) -> list[bytes]:
@@ -242,7 +247,7 @@ class Head:
                 for route, data in late:
                     server.reply(route, data)
                 late.clear()
-                server.reply(event.route, reply)
+                await taken(server, event.route, reply)
 
     def stop(self) -> None:
         self.stopping.set()
@@ -376,7 +381,7 @@ class Counting(Head):
                 self.gone += 1
             elif isinstance(event, ClientCall):
                 for number in range(int(event.data)):
-                    server.reply(event.route, b"%d of %s" % (number, event.data))
+                    await taken(server, event.route, b"%d of %s" % (number, event.data))
 
 
 @pytest.fixture
@@ -491,3 +496,48 @@ def test_a_stranger_there_is_said() -> None:
             connection.request(b"x", 5)
         stranger.shutdown(socket.SHUT_RDWR)
     thread.join(5)
+
+
+def test_one_client_too_many_is_told_so_and_none_is_served_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_server, "SURPLUS", 2)
+
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network, limit=3)
+        endpoint = server.bind("127.0.0.1", 0)
+        served: list[bool] = []
+        dealers = []
+        for number in range(5):
+            dealers.append(client(network, zmq.DEALER, endpoint))
+            dealers[-1].send_multipart([b"", b"%d" % number])
+            event = await server.receive()
+            assert isinstance(event, ClientCall)
+            assert event.data == b"%d" % number
+            assert server.reply(event.route, b"seen") is Delivery.SENT
+            served.append(event.surplus)
+        assert served == [False, False, False, True, True]
+        late = client(network, zmq.DEALER, endpoint, IMMEDIATE=0)
+        late.send_multipart([b"", b"late"])
+        waiting = asyncio.create_task(server.receive())
+        for _ in range(5):
+            # It is cut off again and again, and never served.
+            await asyncio.sleep(0.1)
+            if waiting.done():
+                event = waiting.result()
+                assert isinstance(event, ClientGone) or event.surplus
+                waiting = asyncio.create_task(server.receive())
+        assert dealers[0].recv_multipart(zmq.NOBLOCK)[-1] == b"seen"
+        waiting.cancel()
+        for dealer in (late, *dealers[1:4]):
+            dealer.close()
+        while server.connections > 2:
+            await server.receive()
+        client(network, zmq.DEALER, endpoint).send_multipart([b"", b"fresh"])
+        event = await server.receive()
+        while isinstance(event, ClientGone):
+            event = await server.receive()
+        assert isinstance(event, ClientCall)
+        assert (event.data, event.surplus) == (b"fresh", False)
+        assert server.reply(event.route, b"seen") is Delivery.SENT
+        server.close()
+
+    run(scenario)

@@ -11,6 +11,7 @@ from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire import PROTOCOL
 from cascadia_p2p.wire import messages as m
+from cascadia_p2p.wire.model import encode_flat
 
 NODE = NodeId("00112233445566aa")
 RUN = Instance("ffeeddccbbaa9988")
@@ -39,6 +40,8 @@ def introduction() -> dict[str, object]:
         data=Endpoint("fe80::1%eth0", 7601),
         epoch=6,
         device="CPU",
+        precision="fine",
+        cache="bf16",
         pid=4711,
     )
 
@@ -48,6 +51,7 @@ MESSAGES = [
     m.Welcome(**introduction(), client=ADDRESS),
     m.Refusal(**WHO, code=m.RefusalCode.FLEET, message="fleet 'a' meets fleet 'b'", software="0.1.0"),
     m.State(**WHO, claim=m.Claim(), holds=[1], epoch=3, progress=0.5, standby=True),
+    m.State(**WHO, claim=m.Claim(), layer_s=0.002, pace=[(1, 0.011), (8, 0.018), (64, 0.5)]),
     m.Assign(**WHO, shard=0),
     m.Form(**WHO, epoch=EPOCH, members=[m.Member(**WHO, shard=0, data=ADDRESS)], promise=PROMISE),
     m.Ready(**WHO, epoch=EPOCH),
@@ -207,11 +211,22 @@ def test_requests_are_read() -> None:
         stream=True,
     )
     assert m.decode_request(m.encode(request)) == request
+    drawn = b'{"prompt":"a","temperature":1,"top_k":40,"top_p":0.9,"seed":18446744073709551615,"logprobs":20}'
+    request = m.decode_request(drawn)
+    assert request == m.GenerateRequest(
+        prompt="a", temperature=1.0, top_k=40, top_p=0.9, seed=2**64 - 1, logprobs=20
+    )
+    assert m.decode_request(m.encode(request)) == request
+    for asked, meant in ((b"true", 0), (b"0", 0), (b"false", None), (b"null", None), (b"7", 7)):
+        assert m.decode_request(b'{"prompt":"a","logprobs":' + asked + b"}") == m.GenerateRequest(
+            prompt="a", logprobs=meant
+        )
     # What is null, or no stop at all, is as if it were left out.
     assert m.decode_request(b'{"prompt":"a","stop":[],"messages":null}') == m.GenerateRequest(
         prompt="a", stop=()
     )
     assert m.decode_request(b'{"op":"cancel","id":"a"}') == m.CancelRequest(id="a")
+    assert m.decode_request(b'{"op":"ack","id":"a","seq":7}') == m.AckRequest(id="a", seq=7)
     assert m.decode_request(b'{"op":"status"}') == m.StatusRequest()
 
 
@@ -251,6 +266,33 @@ def test_requests_are_read() -> None:
         (b'{"id":"a","prompt":"x","stop":[7]}', ["stop[0]", "string", "a number"], "a"),
         (b'{"id":"a","prompt":"x","stop":["' + b"y" * 257 + b'"]}', ["stop[0]", "256", "257"], "a"),
         (b'{"id":"a","prompt":"x","stop":[' + b'"y",' * 16 + b'"y"]}', ["stop", "17", "16"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":-0.1}', ["temperature", "0", "-0.1"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":100.5}', ["temperature", "100", "100.5"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":NaN}', ["JSON"], None),
+        (b'{"id":"a","prompt":"x","temperature":1e999}', ["JSON"], None),
+        (b'{"id":"a","prompt":"x","temperature":"1"}', ["temperature", "number", "a string"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":true}', ["temperature", "number", "a boolean"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":1,"top_p":0}', ["top_p", "greater than 0", "0"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":1,"top_p":1.01}', ["top_p", "1", "1.01"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":1,"top_k":-1}', ["top_k", "0", "-1"], "a"),
+        (b'{"id":"a","prompt":"x","temperature":1,"top_k":2147483648}', ["top_k", "2147483648"], "a"),
+        (b'{"id":"a","prompt":"x","top_p":0.9}', ["top_p", "goes with 'temperature'"], "a"),
+        (b'{"id":"a","prompt":"x","top_k":9}', ["top_k", "goes with 'temperature'"], "a"),
+        (b'{"id":"a","prompt":"x","seed":-1}', ["seed", "0", "-1"], "a"),
+        (
+            b'{"id":"a","prompt":"x","seed":18446744073709551616}',
+            ["seed", "less than 18446744073709551616"],
+            "a",
+        ),
+        (b'{"id":"a","prompt":"x","seed":1.5}', ["seed", "integer"], "a"),
+        (b'{"id":"a","prompt":"x","logprobs":-1}', ["logprobs", "true, false", "0 to 20"], "a"),
+        (b'{"id":"a","prompt":"x","logprobs":21}', ["logprobs", "0 to 20"], "a"),
+        (b'{"id":"a","prompt":"x","logprobs":2.0}', ["logprobs", "0 to 20"], "a"),
+        (
+            b'{"id":"a","prompt":"x","logprobs":20,"max_tokens":2858}',
+            ["logprobs", "those of 2857 tokens with 20", "'max_tokens' is 2858"],
+            "a",
+        ),
         (b'{"id":"a","token_ids":[1,"2"]}', ["token_ids[1]"], "a"),
         (b'{"id":"a","token_ids":[-1]}', ["token_ids[0]", "0"], "a"),
         (b'{"id":"a","token_ids":[99999999999999999999999]}', ["token_ids[0]"], "a"),
@@ -258,6 +300,10 @@ def test_requests_are_read() -> None:
         (b'{"id":"a","op":"fly"}', ["op", "fly", "generate"], "a"),
         (b'{"id":"a","op":7}', ["op", "a number"], "a"),
         (b'{"op":"cancel"}', ["id", "missing"], None),
+        (b'{"op":"ack","id":"a"}', ["seq", "missing"], "a"),
+        (b'{"op":"ack","id":"a","seq":0}', ["seq", "1"], "a"),
+        (b'{"id":"a","prompt":"x","acks":true}', ["acks", "stream"], "a"),
+        (b'{"prompt":"x","stream":true,"acks":true}', ["acks", "id"], None),
         (b'{"id":"a","op":"status","prompt":"x"}', ["prompt", "unknown", "status"], "a"),
         (b'{"id":"' + b"x" * 129 + b'","prompt":"x"}', ["id", "128"], None),
         (b'{"id":"a","prompt":"\\ud800"}', ["JSON"], None),
@@ -286,7 +332,7 @@ def test_any_bytes_give_a_request_or_a_request_error(data: bytes) -> None:
         assert value.code is ErrorCode.BAD_REQUEST
         assert value.message
     else:
-        assert value.op in ("generate", "cancel", "status")
+        assert value.op in ("generate", "ack", "cancel", "status")
 
 
 @given(st.dictionaries(st.sampled_from([*m.GenerateRequest.model_fields, "new"]), json_values, max_size=6))
@@ -315,6 +361,7 @@ REPLIES = [
     m.StatusReply(status={"ring": "open", "missing": None}),
     m.StreamPiece(id="d", seq=1, text="x", token_ids=[1, 2]),
     m.StreamPiece(seq=2, reasoning="hm", token_ids=[]),
+    m.QueueNotice(id="d", queued=3),
     m.GenerateReply(
         id="d",
         text="",
@@ -327,11 +374,33 @@ REPLIES = [
         seq=3,
         final=True,
     ),
+    m.StreamPiece(id="e", seq=1, text="x", token_ids=[1], logprobs=[m.TokenScore(token_id=1, logprob=-0.5)]),
+    m.GenerateReply(
+        id="e",
+        text="x",
+        token_ids=[1],
+        logprobs=[
+            m.TokenScore(
+                token_id=1,
+                token="x",
+                logprob=-0.5,
+                top_logprobs=[
+                    m.ScoredToken(token_id=7, token="\ufffd", logprob=-0.25),
+                    m.ScoredToken(token_id=1, token="x", logprob=-0.5),
+                ],
+            )
+        ],
+        seed=2**64 - 1,
+        finish_reason=m.FinishReason.LENGTH,
+        usage=m.Usage(prompt_tokens=1, completion_tokens=1),
+        timings=m.Timings(queue_s=0.0, ttft_s=0.5),
+    ),
 ]
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_replies_survive_the_wire(reply: m.ClientReply) -> None:
+    assert encode_flat(reply) == m.encode(reply)
     assert m.decode_reply(m.encode(reply)) == reply
 
 
@@ -347,7 +416,7 @@ def test_error_reply_keeps_the_error() -> None:
 
 def test_replies_of_a_newer_head_are_read() -> None:
     raw = orjson.loads(m.encode(REPLIES[0]))
-    raw["logprobs"] = []
+    raw["mood"] = []
     raw["usage"]["cached_tokens"] = 4
     assert m.decode_reply(orjson.dumps(raw)) == REPLIES[0]
 

@@ -296,6 +296,7 @@ class Attention:
         log_scaling: floor and alpha; None for no scaling.
         storage: how keys and values are kept.
         alone: whether it is called by itself, rather than as steps of a stage's program.
+        blocks: in the pool that the table's numbers are of; None for as many as the table names.
 
     Raises:
         CascadiaError: a weight has another shape.
@@ -311,6 +312,7 @@ class Attention:
         log_scaling: tuple[float, float] | None,
         storage: Storage = "f32",
         alone: bool = True,
+        blocks: int | None = None,
     ) -> None:
         width = sizes.kv_heads * sizes.dim
         expect("q_norm", weights.q_norm, (sizes.dim,))
@@ -318,7 +320,8 @@ class Attention:
         expect("k_conv", weights.k_conv, (width, sizes.taps))
         expect("v_conv", weights.v_conv, (width, sizes.taps))
         expect("rel_proj", weights.profiles, (sizes.ranks, sizes.extent))
-        slots, blocks, depth = table.shape[0], int(table.max()) + 1, sizes.taps - 1 + rewind
+        slots, depth = table.shape[0], sizes.taps - 1 + rewind
+        blocks = int(table.max()) + 1 if blocks is None else blocks
         self._sizes = sizes
         self._window = sizes.window or 0
         self._scaling = (0.0, 0.0) if log_scaling is None else log_scaling
@@ -341,6 +344,12 @@ class Attention:
             self._values,
             table,
         )
+
+    @property
+    def histories(self) -> tuple[F32, F32]:
+        """The inputs of both convolutions; float32 [slots, depth, channels], position p at p % depth."""
+        _, _, keys, values, *_ = self._state
+        return keys, values
 
     def record(self) -> Record:
         """`ATTENTION` [1] without the addresses of rows; good for as long as this lives."""

@@ -169,6 +169,11 @@ class ResidualConvolution:
         if norm is not None:
             expect("norm", norm, (channels,))
 
+    @property
+    def history(self) -> F32:
+        """The inputs; float32 [slots, depth, channels], position p at p % depth."""
+        return self._history
+
     def record(self) -> Record:
         """`SUM` [1] without the address of the update; good for as long as this lives."""
         record = np.zeros(1, SUM)

@@ -257,6 +257,7 @@ class RotaryAttention:
         eps: of the norms of queries and keys.
         storage: how keys and values are kept.
         alone: whether it is called by itself, rather than as steps of a stage's program.
+        blocks: in the pool that the table's numbers are of; None for as many as the table names.
 
     Raises:
         CascadiaError: a weight has another shape.
@@ -270,6 +271,7 @@ class RotaryAttention:
         eps: float,
         storage: Storage = "f32",
         alone: bool = True,
+        blocks: int | None = None,
     ) -> None:
         widths = {"q_bias": sizes.heads, "k_bias": sizes.kv_heads, "v_bias": sizes.kv_heads}
         shapes = {name: heads * sizes.dim for name, heads in widths.items()}
@@ -278,7 +280,8 @@ class RotaryAttention:
             if array.size:
                 expect(name, array, (length,))
         self._sizes = sizes
-        self._keys, self._values = new_blocks(int(table.max()) + 1, sizes.kv_heads, sizes.dim, storage)
+        blocks = int(table.max()) + 1 if blocks is None else blocks
+        self._keys, self._values = new_blocks(blocks, sizes.kv_heads, sizes.dim, storage)
         self._run = _kernel(storage) if alone else None
         # Kernels that only some stages need are compiled here, not at the first frame.
         warm_up()

@@ -30,7 +30,7 @@ from cascadia_p2p.engine.model import (
     checked_matrix,
     checked_tensor,
 )
-from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.engine.paging import Paging
 from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.inkling.config import InklingConfig
@@ -62,7 +62,7 @@ class InklingStageModel:
     ) -> None:
         build = _Builder(config, plan, source, backend)
         self._config = config
-        self._workspace = build.workspace
+        self._workspace, self.paging = build.workspace, build.paging
         self.first, self.last = plan.layers.start == 0, plan.layers.stop == config.layers
         self.head_rows = min(plan.promise.slots, plan.promise.rows)
         parts = len(plan.layers) + self.first + self.last
@@ -140,8 +140,7 @@ class _Builder:
             config.experts_per_token,
             config.shared_experts,
         )
-        # Layers that cache the same number of positions have their blocks at the same places.
-        self._tables: dict[int, I32] = {}
+        self.paging = Paging(plan.promise, plan.rewind)
 
     def weight(self, name: str, *shape: int) -> StoredMatrix:
         return checked_matrix(self.source, name, *shape)
@@ -238,19 +237,23 @@ class _Builder:
             self.small(f"{at}v_conv", shape.kv_width, c.conv_kernel),
             self.small(f"{at}rel_proj", shape.d_rel, shape.extent),
         )
-        positions = cached_positions(plan.promise, shape.window, plan.rewind)
-        if positions not in self._tables:
-            self._tables[positions] = block_table(plan.promise.slots, positions)
         scaling = None
         if shape.kind == "global" and c.log_scaling_floor is not None:
             scaling = (c.log_scaling_floor, c.log_scaling_alpha)
-        table = self._tables[positions]
-        return Attention(sizes, weights, table, plan.rewind, c.eps, scaling, plan.storage, alone)
+        pool = self.paging.pool(shape.window)
+        attention = Attention(
+            sizes, weights, pool.table, plan.rewind, c.eps, scaling, plan.storage, alone, pool.blocks
+        )
+        for history in attention.histories:
+            self.paging.add_history(history, c.conv_kernel - 1)
+        return attention
 
     def _convolution(self, number: int, name: str, norm: F32 | None) -> ResidualConvolution:
         c, plan = self.config, self.plan
         weight = self.small(f"layers.{number}.{name}", c.hidden, c.conv_kernel)
-        return ResidualConvolution(weight, plan.promise.slots, plan.rewind, norm, c.eps, number)
+        convolution = ResidualConvolution(weight, plan.promise.slots, plan.rewind, norm, c.eps, number)
+        self.paging.add_history(convolution.history, c.conv_kernel - 1)
+        return convolution
 
     def _dense(self, number: int) -> Mlp:
         at, attenuation = f"layers.{number}.", self.plan.attenuation.get(number, 0)

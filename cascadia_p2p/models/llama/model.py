@@ -23,7 +23,7 @@ from cascadia_p2p.engine.model import (
     checked_matrix,
     checked_tensor,
 )
-from cascadia_p2p.engine.slots import block_table, cached_positions
+from cascadia_p2p.engine.paging import Paging
 from cascadia_p2p.engine.timing import WorkPart, WorkTimes
 from cascadia_p2p.matrices.encoding import StoredMatrix
 from cascadia_p2p.models.llama.config import LlamaConfig
@@ -54,7 +54,7 @@ class LlamaStageModel:
     ) -> None:
         build = _Builder(config, plan, source, backend)
         self._config = config
-        self._workspace = build.workspace
+        self._workspace, self.paging = build.workspace, build.paging
         self.first, self.last = plan.layers.start == 0, plan.layers.stop == config.layers
         self.head_rows = min(plan.promise.slots, plan.promise.rows)
         parts = len(plan.layers) + self.first + self.last
@@ -125,8 +125,7 @@ class _Builder:
         self.config, self.plan, self.source, self.backend = config, plan, source, backend
         frequencies = config.rotary.frequencies()
         self.workspace = Workspace(plan.promise.rows, config.hidden, config.q_width, frequencies)
-        # Layers that cache the same number of positions have their blocks at the same places.
-        self._tables: dict[int, I32] = {}
+        self.paging = Paging(plan.promise, plan.rewind)
 
     def small(self, name: str, *shape: int) -> F32:
         """A copy in memory, independent of the source."""
@@ -221,10 +220,8 @@ class _Builder:
             self._maybe(c.qk_norm, f"{at}q_norm", c.head_dim),
             self._maybe(c.qk_norm, f"{at}k_norm", c.head_dim),
         )
-        positions = cached_positions(plan.promise, window, plan.rewind)
-        if positions not in self._tables:
-            self._tables[positions] = block_table(plan.promise.slots, positions)
-        return RotaryAttention(sizes, weights, self._tables[positions], c.eps, plan.storage, alone)
+        pool = self.paging.pool(window)
+        return RotaryAttention(sizes, weights, pool.table, c.eps, plan.storage, alone, pool.blocks)
 
     def _maybe(self, there: bool, name: str, width: int) -> F32:
         return self.small(name, width) if there else np.empty(0, np.float32)

@@ -1,0 +1,180 @@
+"""A ring that loses a node and goes on: the answers are those of an undisturbed run, no token twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.conftest import Shards
+from cluster.fleet import Member, ask, fleet
+from fixtures.reference import load_case
+
+from cascadia_p2p.client import AsyncClient
+from cascadia_p2p.config import Limits
+from cascadia_p2p.errors import ErrorCode, RequestError
+
+CASE = load_case("tiny12")
+PROMPT = CASE.prompts[1]
+LENGTH = 300
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(100):
+            await scenario
+
+    asyncio.run(bounded())
+
+
+async def die(member: Member) -> None:
+    """End a node without a goodbye, as a lost cable or a kill would."""
+    member.task.cancel()
+    await asyncio.gather(member.task, return_exceptions=True)
+
+
+def test_pet_01_a_reader_sees_a_notice_and_the_same_tokens_wherever_the_node_dies(
+    shards: Shards, tmp_path: Path
+) -> None:
+    """At the first token, at the second, and later; each time another node takes the shard."""
+
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (4, 4, 4))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.start(model, shard=2)
+            await ring.open()
+            whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
+            async with AsyncClient(head.client, timeout_s=30.0) as client:
+                for at in (1, 2, 50):
+                    standby = await ring.start(model, shard=1)
+                    await ring.until(lambda: standby.state == "standby", "a standby")  # noqa: B023
+                    ids: list[int] = []
+                    notices: list[str] = []
+                    answer = client.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
+                    async for piece in answer:
+                        ids += piece.token_ids
+                        notices += [piece.notice] if piece.notice is not None else []
+                        if len(ids) >= at and not holder.task.done():
+                            await die(holder)
+                    assert tuple(ids) == answer.reply.token_ids == whole
+                    assert len(notices) == 1
+                    assert "the answer goes on as soon as the ring does" in notices[0]
+                    holder = standby
+            assert head.node.status()["requests"]["failed"] == 0
+
+    run(scenario())
+
+
+def test_dll_02_a_ring_that_stays_incomplete_tells_its_clients_in_the_end(
+    shards: Shards, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0, limits=Limits(recovery_s=1.0))
+            tail = await ring.start(model, shard=1)
+            await ring.open()
+            running = [asyncio.create_task(ask(head, PROMPT.ids, max_tokens=490)) for _ in range(6)]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            await die(tail)
+            await ring.until(lambda: head.node.status()["missing"] == [1], "the loss is noticed")
+            await asyncio.sleep(0.6)
+            late = asyncio.create_task(ask(head, PROMPT.ids, max_tokens=CASE.new_tokens))
+            for error in await asyncio.gather(*running, return_exceptions=True):
+                assert isinstance(error, RequestError)
+                assert error.code is ErrorCode.RING_INCOMPLETE
+                assert "missing: shard 1" in error.message
+                assert "nothing took its place within 1 s" in error.message
+            assert not late.done(), "its own wait has just begun"
+            await ring.start(model, shard=1)
+            await asyncio.gather(late, return_exceptions=True)
+            await ring.open()
+            reply = await ask(head, PROMPT.ids, max_tokens=CASE.new_tokens)
+            assert reply.token_ids == PROMPT.generated
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("settings", [{"slots": 1}, {"context": 256}])
+def test_a_standby_that_holds_less_than_is_in_use_does_not_take_over(
+    shards: Shards, tmp_path: Path, settings: dict[str, int]
+) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.open()
+            whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
+            small = await ring.start(model, shard=1, **settings)
+            await ring.until(lambda: small.state == "standby", "a standby")
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(2)]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 2, "two run")
+            await die(holder)
+            await ring.until(lambda: head.node.status()["missing"] == [1], "the loss is noticed")
+            await asyncio.sleep(0.5)
+            assert "are in use" in str(head.node.status()["waiting_for"])
+            await ring.start(model, shard=1)
+            assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 2
+
+    run(scenario())
+
+
+def test_a_node_that_is_asked_to_end_hands_its_streams_to_its_standby(shards: Shards, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.open()
+            whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
+            standby = await ring.start(model, shard=1)
+            await ring.until(lambda: standby.state == "standby", "a standby")
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(6)]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            holder.node.drain("the test asks it")
+            await asyncio.wait_for(holder.task, 5.0)
+            assert not any(each.done() for each in waiting), "nobody had to be waited for"
+            assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 6
+
+    run(scenario())
+
+
+def test_a_node_without_a_standby_finishes_what_runs_and_the_rest_waits_for_its_return(
+    shards: Shards, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model = shards(CASE, (6, 6))
+            head = await ring.start(model, shard=0)
+            holder = await ring.start(model, shard=1)
+            await ring.open()
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(6)]
+            waiting = [asyncio.create_task(each) for each in asked]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            holder.node.drain("the test asks it")
+            await asyncio.wait_for(holder.task, 20.0)
+            # Four ran in the slots.
+            assert sum(each.done() for each in waiting) == 4
+            await ring.start(model, shard=1)
+            assert len({reply.token_ids for reply in await asyncio.gather(*waiting)}) == 1
+            # The head takes nothing more, and goes when what runs is answered.
+            last = [asyncio.create_task(ask(head, PROMPT.ids, max_tokens=LENGTH)) for _ in range(6)]
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
+            await ring.open()
+            await ring.until(lambda: head.node.status()["data_thread"]["frames_out"] > 0, "they run")
+            head.node.drain("the test asks it")
+            with pytest.raises(RequestError, match="its head takes nothing new") as told:
+                await ask(head, PROMPT.ids)
+            assert told.value.code is ErrorCode.RING_INCOMPLETE
+            await asyncio.wait_for(head.task, 20.0)
+            ends = await asyncio.gather(*last, return_exceptions=True)
+            assert sum(isinstance(end, RequestError) for end in ends) == 2
+
+    run(scenario())

@@ -1,0 +1,183 @@
+"""What becomes of streams when a ring is lost: which go on, which are suspected, which waited too long."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.node import conductor as conductor_module
+from cascadia_p2p.node.conductor import HeadConductor
+from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
+from cascadia_p2p.types import Promise, StreamId
+from cascadia_p2p.wire.frames import SegmentFlag, alternative_table, record_table
+
+PROMISE = Promise(4, 64, 8)
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class World:
+    """A conductor whose ring answers when told to."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.conductor = HeadConductor(Scheduler(Policy()), self.updates.extend)
+
+    def submit(self, stream: int, prompt: int = 3, max_tokens: int = 10) -> None:
+        def refused(_: StreamId, error: RequestError) -> None:
+            raise error
+
+        request = StreamRequest(StreamId(stream), tuple(range(1, prompt + 1)), max_tokens)
+        self.conductor.submit(request, refused)
+
+    def plan(self) -> Plan:
+        plan = self.conductor.schedule()
+        assert plan is not None
+        return plan
+
+    def answer(self, plan: Plan) -> None:
+        """Each stream's token is the number of ids that it has."""
+        wanting = plan.segments[(plan.segments["flags"] & SegmentFlag.WANT_TOKEN) != 0]
+        records = record_table(len(wanting))
+        for name in ("stream", "slot"):
+            records[name] = wanting[name]
+        records["position"] = records["token"] = wanting["start"] + wanting["rows"]
+        self.conductor.on_tokens(plan.number, records, alternative_table())
+
+    def drain(self) -> None:
+        while (plan := self.conductor.schedule()) is not None:
+            self.answer(plan)
+
+    def lose(self, held: int) -> None:
+        self.conductor.suspend("pc2 is gone", (1,), held)
+
+    def errors(self) -> dict[int, RequestError]:
+        return {int(u.stream.request.stream): u.error for u in self.updates if u.error is not None}
+
+    def ids(self) -> dict[int, list[int]]:
+        return {int(u.stream.request.stream): u.stream.ids for u in self.updates}
+
+
+def test_streams_go_on_in_the_next_ring_with_what_they_have() -> None:
+    quiet, disturbed = World(), World()
+    for world in (quiet, disturbed):
+        world.conductor.open(3, PROMISE)
+        for stream in range(6):
+            world.submit(stream, prompt=2 + stream)
+    for _ in range(3):
+        disturbed.answer(disturbed.plan())
+    disturbed.plan()
+    disturbed.lose(4)
+    assert disturbed.conductor.schedule() is None
+    disturbed.submit(6)
+    quiet.submit(6)
+    disturbed.conductor.open(3, PROMISE)
+    quiet.drain()
+    disturbed.drain()
+    assert disturbed.errors() == {}
+    assert disturbed.ids() == quiet.ids()
+    assert sum(len(u.tokens) for u in disturbed.updates) == 7 * 10
+
+
+def test_who_lay_at_the_lost_stage_twice_is_given_up_alone() -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    world.drain()
+    world.submit(2)
+    culprit = world.plan()
+    world.lose(culprit.number)
+    assert world.errors() == {}
+    world.submit(3)
+    world.conductor.open(3, PROMISE)
+    again = world.plan()
+    assert 2 in again.segments["stream"]
+    world.lose(again.number)
+    error = world.errors().pop(2)
+    assert error.code is ErrorCode.INTERNAL
+    assert "a node was lost twice while it computed this request" in error.message
+    assert "pc2 is gone" in error.message
+    world.conductor.open(3, PROMISE)
+    world.drain()
+    assert len(world.ids()[3]) == 13
+
+
+def test_a_token_behind_the_rows_clears_a_stream() -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    for _ in range(4):
+        plan = world.plan()
+        world.lose(plan.number)
+        world.conductor.open(3, PROMISE)
+        world.answer(world.plan())
+    world.drain()
+    assert world.errors() == {}
+    assert len(world.ids()[1]) == 13
+
+
+@pytest.mark.parametrize(("held", "guilty"), [(0, False), (1, True), (2, False)])
+def test_only_frames_that_the_stage_had_not_passed_on_count(held: int, guilty: bool) -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    for _ in range(2):
+        assert world.plan().number == 1
+        world.lose(held)
+        world.conductor.open(3, PROMISE)
+    assert (1 in world.errors()) is guilty
+
+
+def test_a_stream_that_fits_no_longer_ends_as_one_of_full_length() -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1, prompt=20)
+    while not world.updates:
+        world.answer(world.plan())
+    world.lose(0)
+    world.conductor.open(3, Promise(4, 20, 8))
+    assert world.updates[-1].finish is not None
+    assert len(world.ids()[1]) == 21
+
+
+def test_waiting_has_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(conductor_module, "time", clock)
+    world = World()
+    world.conductor.open(3, Promise(1, 64, 8))
+    world.submit(1)
+    world.submit(2)
+    world.answer(world.plan())
+    clock.now += 50
+    world.conductor.expire(60, 20, ())
+    assert world.errors() == {}
+    world.lose(0)
+    clock.now += 15
+    world.submit(3)
+    world.conductor.expire(60, 20, (1,))
+    assert set(world.errors()) == {2}, "the queue's limit holds for who never ran"
+    clock.now += 6
+    world.conductor.expire(60, 20, (1,))
+    assert set(world.errors()) == {1, 2}
+    error = world.errors()[1]
+    assert error.code is ErrorCode.RING_INCOMPLETE
+    assert "pc2 is gone, and nothing took its place within 21 s; missing: shard 1" in error.message
+    clock.now += 10
+    world.lose(0)
+    world.conductor.expire(60, 20, (1,))
+    assert 3 not in world.errors(), "its wait began when it came"
+    world.conductor.open(3, PROMISE)
+    clock.now += 10
+    world.conductor.expire(60, 20, ())
+    world.drain()
+    assert len(world.ids()[3]) == 13
+    assert np.all(np.diff(world.ids()[3][3:]) == 1)
