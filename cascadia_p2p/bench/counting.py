@@ -13,6 +13,7 @@ from cascadia_p2p.bench.asking import Asked
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.errors import UnreachableError, UsageError
 from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.work import WorkReport, read_work
 
@@ -63,7 +64,8 @@ async def count_ring(client: AsyncClient) -> RingCount:
     body = await client.status()
     counted, epoch, stages = body.get("requests"), body.get("epoch"), body.get("stages")
     rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
-    nodes = await asyncio.gather(*(_count_node(row, body) for row in rows))
+    keys = client.node_keys()
+    nodes = await asyncio.gather(*(_count_node(row, body, keys) for row in rows))
     requests = counted if isinstance(counted, dict) else {}
     return RingCount(
         epoch=f"{epoch['counter']}@{epoch['head']}" if isinstance(epoch, dict) else "",
@@ -72,12 +74,14 @@ async def count_ring(client: AsyncClient) -> RingCount:
     )
 
 
-async def _count_node(row: Mapping[str, JsonValue], head: Mapping[str, JsonValue]) -> NodeCount:
+async def _count_node(
+    row: Mapping[str, JsonValue], head: Mapping[str, JsonValue], keys: Keys | None
+) -> NodeCount:
     stage, node = _whole(row.get("stage")), str(row.get("node"))
     body = head
     if node != head.get("node"):
         try:
-            body = await ask_node(Endpoint.parse(str(row.get("control"))), ANSWER_S)
+            body = await ask_node(Endpoint.parse(str(row.get("control"))), ANSWER_S, keys)
         except (UnreachableError, UsageError):
             return NodeCount(stage, node)
     thread, cpu = body.get("data_thread"), body.get("cpu_s")

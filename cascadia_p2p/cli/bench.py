@@ -85,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-scale", type=float, default=1.0, metavar="K", help="divide the emulated fleet's times by K"
     )
-    add_flags(parser, "endpoint", "fleet", "timeout", "slots", "context")
+    add_flags(parser, "endpoint", "fleet", "key", "timeout", "slots", "context")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -213,7 +213,10 @@ class _Command:
         self, endpoint: Endpoint | None, settings: list[Setting], reports: list[LevelReport]
     ) -> None:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        async with AsyncClient(endpoint, fleet=self.config.fleet, timeout_s=self.config.timeout) as client:
+        config = self.config
+        async with AsyncClient(
+            endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key
+        ) as client:
             status = await client.status()
             self._require_open(status)
             prompts = self._prompts(status)
