@@ -13,18 +13,15 @@ from typing import Final, TextIO
 
 from pydantic import JsonValue
 
-from cascadia_p2p.client import Client, GenerateReply, StreamPiece
+from cascadia_p2p.client import Client, GenerateReply, StreamPiece, node_keys
 from cascadia_p2p.config import Config
 from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError
-from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.node.query import ask_node
-from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import ScoredToken
 
 __all__ = [
     "AnswerPrinter",
-    "control_keys",
     "forgive_encodings",
     "open_client",
     "print_scores",
@@ -131,17 +128,11 @@ def open_client(config: Config) -> Client:
                 client.status()
         except (RequestError, NotAdmittedError) as error:
             # So a control port answers what clients ask: in words, or by its lock.
-            keys = control_keys(config)
+            keys = node_keys(config.fleet, config.key)
             if isinstance(error, NotAdmittedError) and keys is None:
                 raise
             endpoint = _head_of(asyncio.run(ask_node(endpoint, seconds, keys)), endpoint)
     return Client(endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key)
-
-
-def control_keys(config: Config) -> Keys | None:
-    """What opens the control ports; None without the fleet's key: a client's opens the client port only."""
-    key = find_client_key(config.fleet, key=config.key)
-    return None if key is None or key.client is not None else Keys(key.pair, key.server)
 
 
 def _head_of(status: Mapping[str, JsonValue], asked: Endpoint) -> Endpoint:
