@@ -28,7 +28,16 @@ from pydantic import JsonValue, ValidationError
 from cascadia_p2p.discovery.interfaces import list_interfaces
 from cascadia_p2p.discovery.lookup import find_head, find_head_sync
 from cascadia_p2p.discovery.mdns import Found
-from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.errors import (
+    ErrorCode,
+    HeadLostError,
+    LateReplyError,
+    NotAdmittedError,
+    RequestError,
+    UnreachableError,
+    UsageError,
+    WireError,
+)
 from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.curve import Keys
@@ -69,6 +78,11 @@ KEY_VARIABLE: Final = "CASCADIA_KEY"
 """Environment variable that names a key file."""
 ACK_PIECES: Final = 64
 """Pieces after which the head is told that they were read; it allows 256 that were not."""
+
+RETURN_S: Final = 30.0
+"""For how long a head that was lost is looked for again, in seconds."""
+
+RETURN_EVERY_S: Final = 0.2
 
 RETRY_S: Final = 1.0
 """Pause before a request is repeated where the head names none, in seconds."""
@@ -119,6 +133,10 @@ def _request(
     for name in ("stop", "stop_token_ids"):
         if name in fields:
             fields[name] = _listed(name, fields[name])
+    # By it the same answer is had again from another head.
+    fields["key"] = secrets.token_hex(16)
+    if fields.get("temperature") and fields.get("seed") is None:
+        fields["seed"] = secrets.randbits(63)
     if stream:
         # By it the answer can be cancelled, and read pieces be told.
         fields |= {"id": secrets.token_hex(8), "acks": True}
@@ -144,10 +162,13 @@ def _listed(name: str, value: object) -> tuple[object, ...]:
 class _Flow:
     """One answer in pieces as its reader sees it: what comes, in order, and what is to be said back."""
 
-    def __init__(self, request: GenerateRequest, on_queued: Queued | None) -> None:
+    def __init__(self, request: GenerateRequest, on_queued: Queued | None, before: int = 0) -> None:
+        self.request = request
         self._id = request.id or ""
         self._on_queued = on_queued
         self._seq = 0
+        self._before = before
+        self._ids = list(request.held)
         self.over = False
         """The head has said its last word."""
 
@@ -167,7 +188,9 @@ class _Flow:
         if reply.seq != self._seq:
             raise WireError(f"the head sent piece {reply.seq} of the answer where piece {self._seq} was due")
         self.over = isinstance(reply, GenerateReply)
-        return reply
+        if isinstance(reply, StreamPiece):
+            self._ids += reply.token_ids
+        return reply.model_copy(update={"seq": self._before + self._seq}) if self._before else reply
 
     def word(self) -> bytes | None:
         """To be sent once the piece was read: every so often the head must know of it."""
@@ -176,6 +199,19 @@ class _Flow:
     def cancel(self) -> bytes:
         """To be sent when no more is wanted."""
         return encode(CancelRequest(id=self._id))
+
+    def again(self) -> _Flow:
+        """The same answer over another connection, behind the ids that have come.
+
+        Raises:
+            HeadLostError: it can not be taken up in its midst.
+        """
+        if not self.begun():
+            return _Flow(self.request, self._on_queued, self._before)
+        if self.request.key is None or self.request.logprobs is not None:
+            raise HeadLostError("the answer broke off and can not be taken up in its midst: ask again")
+        request = self.request.model_copy(update={"held": tuple(self._ids)})
+        return _Flow(request, self._on_queued, self._before + self._seq)
 
     def begun(self) -> bool:
         """Whether a piece has come."""
@@ -193,6 +229,7 @@ class _Patience:
     def __init__(self, timeout_s: float | None, *, retry: bool) -> None:
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._retry = retry
+        self._lost_at: float | None = None
 
     @property
     def left_s(self) -> float | None:
@@ -201,13 +238,33 @@ class _Patience:
 
     def pause_s(self, error: RequestError) -> float:
         """Seconds to wait before the next try; raises the error when there is none."""
-        if error.code is not ErrorCode.OVERLOADED or not self._retry:
+        leaving = error.code is ErrorCode.RING_INCOMPLETE and error.retry_after_s is not None
+        if not (leaving or error.code is ErrorCode.OVERLOADED) or not self._retry:
             raise error
+        if leaving and self._lost_at is None:
+            # Its head will be gone in a moment.
+            self._lost_at = time.monotonic()
         # All who were sent away together must not come back together.
         pause = (error.retry_after_s or RETRY_S) * random.uniform(1.0, 1.3)
         if self._end is not None and time.monotonic() + pause >= self._end:
             raise error
         return pause
+
+    def heard(self) -> None:
+        """Something came from the head."""
+        self._lost_at = None
+
+    def return_s(self, error: UnreachableError) -> float:
+        """Seconds before a lost head is looked for again; raises the error when that has no sense."""
+        now = time.monotonic()
+        if self._lost_at is None and isinstance(error, HeadLostError):
+            self._lost_at = now
+        hopeless = self._lost_at is None or isinstance(error, LateReplyError | NotAdmittedError)
+        if not self._retry or hopeless or now - (self._lost_at or now) >= RETURN_S:
+            raise error
+        if self._end is not None and now >= self._end:
+            raise error
+        return RETURN_EVERY_S * random.uniform(0.5, 1.5)
 
 
 def _answer(data: bytes) -> GenerateReply:
@@ -339,7 +396,9 @@ class Client:
         key: file of the key that the fleet admits; by default the one that `CASCADIA_KEY` names, else
             `keys/FLEET.client.key` or `keys/FLEET.key` in the user's configuration directory. Not needed
             on the head's own machine.
-        retry: ask again, within the time limit, when the head has no room for the request (`overloaded`).
+        retry: ask again, within the time limit, when the head has no room for the request (`overloaded`),
+            and for half a minute when it was lost: another one, or the same once it is back, goes on with
+            the answer where it broke off, except with `logprobs`.
 
     All calls raise `UnreachableError` (nobody there, the head went away, time over) and `RequestError`
     (the head's own refusal; see `code`). None of them hangs when the head dies.
@@ -408,6 +467,8 @@ class Client:
                 return _answer(self._ask(request, patience.left_s))
             except RequestError as error:
                 time.sleep(patience.pause_s(error))
+            except UnreachableError as error:
+                time.sleep(patience.return_s(error))
 
     def _ask(self, message: Message, timeout_s: float | None) -> bytes:
         connection = self._connected()
@@ -422,22 +483,24 @@ class Client:
         self, request: GenerateRequest, on_queued: Queued | None
     ) -> Generator[StreamPiece, None, GenerateReply]:
         patience = _Patience(self._timeout_s, retry=self._retry)
+        flow = _Flow(request, on_queued)
         while True:
-            flow = _Flow(request, on_queued)
             try:
-                return (yield from self._flow(flow, request))
+                return (yield from self._flow(flow, patience))
             except RequestError as error:
-                if flow.begun():
-                    raise
                 time.sleep(patience.pause_s(error))
+            except UnreachableError as error:
+                time.sleep(patience.return_s(error))
+            flow = flow.again()
 
-    def _flow(self, flow: _Flow, request: GenerateRequest) -> Generator[StreamPiece, None, GenerateReply]:
+    def _flow(self, flow: _Flow, patience: _Patience) -> Generator[StreamPiece, None, GenerateReply]:
         connection = self._connected()
         self._streaming = True
         try:
-            tag = connection.send(encode(request))
+            tag = connection.send(encode(flow.request))
             while True:
                 reply = flow.take(connection.receive(tag, self._timeout_s))
+                patience.heard()
                 if isinstance(reply, GenerateReply):
                     return reply
                 if reply is not None:
@@ -533,6 +596,8 @@ class AsyncClient:
                 return _answer(await self._ask(request, patience.left_s))
             except RequestError as error:
                 await asyncio.sleep(patience.pause_s(error))
+            except UnreachableError as error:
+                await asyncio.sleep(patience.return_s(error))
 
     async def _ask(self, message: Message, timeout_s: float | None) -> bytes:
         async with self._through_connection() as connection:
@@ -542,26 +607,28 @@ class AsyncClient:
         self, request: GenerateRequest, on_queued: Queued | None
     ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
         patience = _Patience(self._timeout_s, retry=self._retry)
+        flow = _Flow(request, on_queued)
         while True:
-            flow = _Flow(request, on_queued)
             try:
-                async with contextlib.aclosing(self._flow(flow, request)) as replies:
+                async with contextlib.aclosing(self._flow(flow, patience)) as replies:
                     async for reply in replies:
                         yield reply
                 return
             except RequestError as error:
-                if flow.begun():
-                    raise
                 await asyncio.sleep(patience.pause_s(error))
+            except UnreachableError as error:
+                await asyncio.sleep(patience.return_s(error))
+            flow = flow.again()
 
     async def _flow(
-        self, flow: _Flow, request: GenerateRequest
+        self, flow: _Flow, patience: _Patience
     ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
         async with self._through_connection() as connection:
-            exchange = await connection.exchange(encode(request))
+            exchange = await connection.exchange(encode(flow.request))
             try:
                 while not flow.over:
                     reply = flow.take(await exchange.receive(self._timeout_s))
+                    patience.heard()
                     if reply is not None:
                         yield reply
                         if not flow.over and (word := flow.word()) is not None:

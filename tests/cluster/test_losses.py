@@ -105,7 +105,7 @@ def local(processes: Local) -> Local:
     return processes
 
 
-STEADY = {"token_ids": list(PROMPT.ids), "max_tokens": 400, "ignore_eos": True}
+STEADY = {"token_ids": list(PROMPT.ids), "max_tokens": 200, "ignore_eos": True}
 LONG = {"token_ids": list(PROMPT.ids), "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -138,7 +138,7 @@ def test_exo_13_every_waiting_client_gets_its_whole_answer_once_the_node_is_back
     local: Local, undisturbed: list[int], shard: int
 ) -> None:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(plain(zmq.REQ, local.client)) for _ in range(6)]
+        sockets = [stack.enter_context(plain(zmq.REQ, local.client, RCVTIMEO=90_000)) for _ in range(6)]
         for number, socket in enumerate(sockets):
             waits(socket, number, STEADY)
         # Four run in the slots, two wait for one.
@@ -147,7 +147,7 @@ def test_exo_13_every_waiting_client_gets_its_whole_answer_once_the_node_is_back
         local.others_live(shard)
         lost(local, shard)
         assert not any(socket.poll(50) for socket in sockets)
-        late = stack.enter_context(plain(zmq.REQ, local.client))
+        late = stack.enter_context(plain(zmq.REQ, local.client, RCVTIMEO=90_000))
         waits(late, 6, STEADY)
         busy(local, 7)
         local.start(shard)
@@ -198,14 +198,14 @@ def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_
 
     def blocking() -> None:
         with (
-            Client(local.client) as client,
+            Client(local.client, retry=False) as client,
             pytest.raises(UnreachableError, match="was lost before its reply"),
         ):
             client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True)
         failed["blocking"] = time.monotonic()
 
     async def concurrent() -> None:
-        async with AsyncClient(local.client) as client:
+        async with AsyncClient(local.client, retry=False) as client:
             asked = [client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True) for _ in range(3)]
             results = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(result) for result in results] == [UnreachableError] * 3
@@ -230,7 +230,7 @@ def test_stk_04_clients_ask_a_restarted_head_again_on_the_same_socket(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
-    ours = Client(local.client, timeout_s=60)
+    ours = Client(local.client, timeout_s=60, retry=False)
     body = json.dumps({"token_ids": list(PROMPT.ids), "max_tokens": CASE.new_tokens}).encode()
     with ours, plain(zmq.REQ, local.client, REQ_RELAXED=1, REQ_CORRELATE=1, RCVTIMEO=500) as request:
         waits(request, 1)
