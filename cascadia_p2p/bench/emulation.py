@@ -40,7 +40,6 @@ from cascadia_p2p.workload import LevelResult, Protocol
 VOCAB: Final = 1024
 """Token ids of an emulated model; choosing among more would only cost this machine time."""
 
-HIDDEN: Final = 6144
 START_S: Final = 300.0
 _THREADS: Final = 1
 
@@ -53,12 +52,14 @@ class Emulation:
 
     Args:
         fleet: whose times are waited for, and what its nodes promise.
+        hidden: numbers a row.
     """
 
     fleet: Fleet
+    hidden: int
 
     @classmethod
-    def of(cls, fleet: Fleet, promise: Promise, time_scale: float = 1.0) -> Emulation:
+    def of(cls, fleet: Fleet, hidden: int, promise: Promise, time_scale: float = 1.0) -> Emulation:
         """A fleet with another promise, whose times are all divided by `time_scale`."""
         part = 1.0 / time_scale
         stages = tuple(
@@ -70,7 +71,7 @@ class Emulation:
             for stage in fleet.stages
         )
         hops = tuple(Hop(hop.latency_s * part, hop.row_s * part) for hop in fleet.hops)
-        return cls(replace(fleet, stages=stages, hops=hops, promise=promise))
+        return cls(replace(fleet, stages=stages, hops=hops, promise=promise), hidden)
 
     @property
     def rows(self) -> int:
@@ -87,7 +88,7 @@ class Emulation:
         tail = stages[-1].head
         links = [tuple(hop.latency_s + hop.row_s * r for r in rows) for hop in self.fleet.hops]
         return EmulatedConfig(
-            hidden=HIDDEN,
+            hidden=self.hidden,
             vocab=VOCAB,
             context=self.fleet.promise.context,
             frame_s=tuple(tuple(stage.table.of(r) for r in rows) for stage in stages),

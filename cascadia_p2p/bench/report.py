@@ -89,7 +89,7 @@ def as_table(levels: Sequence[LevelReport], published: Mapping[int, float]) -> T
         titles.insert(2, "published")
     if any(level.simulated for level in levels):
         titles += ["simulated", "overhead"]
-    titles += ["head CPU ms/tok", "middle", "tail", "bench CPU"]
+    titles += ["head CPU ms/tok (extra)", "middle", "tail", "bench CPU"]
     for title in titles:
         table.add_column(title, justify="right", overflow="fold")
     for level in levels:
@@ -118,12 +118,14 @@ def _row(level: LevelReport, published: Mapping[int, float], *, simulated: bool)
 
 def _cpu(nodes: Sequence[NodeLoad]) -> list[str]:
     """Milliseconds a token of the first node, of those between as a mean, and of the last."""
-    told = [each.cpu_ms_token for each in nodes if each.cpu_ms_token is not None]
-    if not told or len(told) != len(nodes):
-        return ["", "", ""]
-    middle = told[1:-1]
-    return [
-        f"{told[0]:.2f}",
-        f"{sum(middle) / len(middle):.2f}" if middle else "",
-        f"{told[-1]:.2f}" if len(told) > 1 else "",
-    ]
+    ends = [nodes[:1], nodes[1:-1], nodes[-1:] if len(nodes) > 1 else ()]
+    return [_mean_cpu(each) for each in ends]
+
+
+def _mean_cpu(nodes: Sequence[NodeLoad]) -> str:
+    whole = [each.cpu_ms_token for each in nodes if each.cpu_ms_token is not None]
+    extra = [each.extra_cpu_ms_token for each in nodes if each.extra_cpu_ms_token is not None]
+    if not whole or len(whole) < len(nodes):
+        return ""
+    beyond = f" ({sum(extra) / len(extra):.2f})" if len(extra) == len(whole) else ""
+    return f"{sum(whole) / len(whole):.2f}{beyond}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cascadia_p2p.bench.asking import Asked, run_cohort
@@ -24,6 +25,8 @@ class NodeLoad:
         frames, rows: that it computed.
         cpu_s: of its process; None when it does not tell.
         cpu_ms_token: the same for a token of an answer.
+        idle_cpu_share: of a core, that the process takes while nobody asks.
+        extra_cpu_ms_token: CPU for a token of an answer beyond that.
         busy_s, wait_s, send_s: in the stage, waiting for frames, handing them over.
         parts: seconds in the stage by part of its work.
     """
@@ -34,6 +37,8 @@ class NodeLoad:
     rows: int
     cpu_s: float | None
     cpu_ms_token: float | None
+    idle_cpu_share: float | None
+    extra_cpu_ms_token: float | None
     busy_s: float
     wait_s: float
     send_s: float
@@ -78,6 +83,9 @@ class LevelReport:
         return self.bench_cpu_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
+IDLE_S = 3.0
+"""How long the ring is watched while nobody asks, in seconds."""
+
 MOST_FAULTS = 12
 """Sentences that are kept of one level."""
 
@@ -94,6 +102,7 @@ class Bench:
         tell: takes a sentence about how far it is.
         simulate: what a level of so many streams should give at best; None where that is not known.
         levels: those that are complete.
+        idle_cpu: share of a core that each node takes while nobody asks, by its id.
     """
 
     client: AsyncClient
@@ -103,6 +112,7 @@ class Bench:
     tell: Callable[[str], None]
     simulate: Callable[[int], LevelResult | None] = lambda streams: None
     levels: list[LevelReport] = field(default_factory=list)
+    idle_cpu: dict[str, float] = field(default_factory=dict)
 
     async def run(self, levels: Sequence[int]) -> None:
         """Run all levels; those that are complete stay in `levels` whatever ends it.
@@ -112,6 +122,20 @@ class Bench:
         """
         for streams in levels:
             self.levels.append(await self._level(streams))
+
+    async def watch_idle(self) -> None:
+        """Fill in `idle_cpu`, before the first level.
+
+        Raises:
+            UnreachableError: the head can not be reached, or went away.
+        """
+        begin, before = time.perf_counter(), await count_ring(self.client)
+        await asyncio.sleep(IDLE_S)
+        after = await count_ring(self.client)
+        wall = time.perf_counter() - begin
+        for old, new in zip(before.nodes, after.nodes, strict=False):
+            if old.node == new.node and old.cpu_s is not None and new.cpu_s is not None:
+                self.idle_cpu[new.node] = (new.cpu_s - old.cpu_s) / wall
 
     async def _level(self, streams: int) -> LevelReport:
         count = self.protocol.cohorts(streams)
@@ -131,7 +155,7 @@ class Bench:
             streams=streams,
             result=level_result(streams, timelines) if any(timelines) else None,
             faults=tuple(self._faults(asked) + faults(before, after, asked)),
-            nodes=_loads(before, after, tokens),
+            nodes=_loads(before, after, tokens, wall, self.idle_cpu),
             bench_cpu_s=cpu,
             wall_s=wall,
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
@@ -151,14 +175,18 @@ class Bench:
         return found if more <= 0 else [*found[:MOST_FAULTS], f"{more} more requests like these"]
 
 
-def _loads(before: RingCount, after: RingCount, tokens: int) -> tuple[NodeLoad, ...]:
+def _loads(
+    before: RingCount, after: RingCount, tokens: int, wall_s: float, idle: Mapping[str, float]
+) -> tuple[NodeLoad, ...]:
+    """What each node did between two counts, so many seconds apart, for so many tokens of answers."""
     if before.epoch != after.epoch:
         return ()
     pairs = zip(before.nodes, after.nodes, strict=True)
-    return tuple(load for old, new in pairs if (load := _load(old, new, tokens)) is not None)
+    loads = (_load(old, new, tokens, wall_s, idle.get(new.node)) for old, new in pairs)
+    return tuple(load for load in loads if load is not None)
 
 
-def _load(old: NodeCount, new: NodeCount, tokens: int) -> NodeLoad | None:
+def _load(old: NodeCount, new: NodeCount, tokens: int, wall_s: float, idle: float | None) -> NodeLoad | None:
     if old.work is None or new.work is None:
         return None
     told = old.cpu_s is not None and new.cpu_s is not None
@@ -172,6 +200,10 @@ def _load(old: NodeCount, new: NodeCount, tokens: int) -> NodeLoad | None:
         rows=new.work.rows - old.work.rows,
         cpu_s=cpu,
         cpu_ms_token=1e3 * cpu / tokens if cpu is not None and tokens else None,
+        idle_cpu_share=idle,
+        extra_cpu_ms_token=(
+            1e3 * (cpu - idle * wall_s) / tokens if cpu is not None and idle is not None and tokens else None
+        ),
         busy_s=new.work.busy_s - old.work.busy_s,
         wait_s=new.work.wait_s - old.work.wait_s,
         send_s=new.work.send_s - old.work.send_s,

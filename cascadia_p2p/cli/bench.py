@@ -22,6 +22,7 @@ from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts, Prompts, TextPrompt
 from cascadia_p2p.bench.report import Setting, as_json, as_table, ring_facts
 from cascadia_p2p.bench.running import Bench, LevelReport
 from cascadia_p2p.cli.join import loop_factory
+from cascadia_p2p.cli.simulate import profiled_machines
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
@@ -29,7 +30,7 @@ from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.emulated.model import expected_answers
 from cascadia_p2p.shards.files import write_whole
-from cascadia_p2p.simulate.fleet import Fleet
+from cascadia_p2p.simulate.placement import even_split
 from cascadia_p2p.simulate.plot import Curve, check_plot, draw
 from cascadia_p2p.simulate.published import NAME, published
 from cascadia_p2p.types import Endpoint, Promise
@@ -72,9 +73,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the curve and the published one")
     parser.add_argument(
         "--emulate",
+        nargs="+",
         metavar="FLEET",
-        help="measure a ring of this machine's own processes, which wait as long as that fleet computes",
+        help="measure a ring of this machine's own processes, which wait as long as that fleet computes: "
+        f"'{NAME}', or files that 'profile' wrote, in ring order",
     )
+    parser.add_argument(
+        "--model", dest="subject", metavar="CONFIG", help="for profiles: the model, as 'plan' takes it"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="for one profile: so many nodes like it")
     parser.add_argument(
         "--time-scale", type=float, default=1.0, metavar="K", help="divide the emulated fleet's times by K"
     )
@@ -108,8 +115,13 @@ def _check(args: argparse.Namespace) -> None:
         for name in ("slots", "context"):
             if getattr(args, name) is not None:
                 raise UsageError(f"--{name} is what emulated nodes promise: it goes with --emulate only")
-        if args.time_scale != 1.0:
-            raise UsageError("--time-scale goes with --emulate only: a ring that computes takes its own time")
+        for flag, given in (
+            ("time-scale", args.time_scale != 1.0),
+            ("model", args.subject),
+            ("nodes", args.nodes),
+        ):
+            if given:
+                raise UsageError(f"--{flag} goes with --emulate only: a ring that runs is as it is")
     else:
         if args.endpoint is not None:
             raise UsageError("--emulate starts a ring of its own: leave out --endpoint")
@@ -134,15 +146,25 @@ def _emulation(
             f"--context {config.context}: prompts of {ID_PROMPT} tokens and answers of {protocol.tokens} "
             f"need {least}"
         )
-    fleet = _fleet(args.emulate)
     slots = max(levels) if args.slots is None else config.slots
-    return Emulation.of(fleet, Promise(slots, config.context, fleet.promise.rows), args.time_scale)
-
-
-def _fleet(name: str) -> Fleet:
-    if name != NAME:
-        raise UsageError(f"--emulate {name}: no such fleet; expected {NAME}")
-    return published().fleet()
+    if args.emulate == [NAME]:
+        if args.subject is not None or args.nodes is not None:
+            raise UsageError(f"--model and --nodes are for fleets of profiles; '{NAME}' has its own")
+        fleet, hidden = published().fleet(), published().hidden
+        promise = Promise(slots, config.context, fleet.promise.rows)
+        return Emulation.of(fleet, hidden, promise, args.time_scale)
+    asked = argparse.Namespace(
+        fleet=args.emulate,
+        model=args.subject,
+        nodes=args.nodes,
+        device="CPU",
+        prompt=ID_PROMPT,
+        tokens=protocol.tokens,
+    )
+    promise = Promise(slots, config.context, config.rows)
+    machines = profiled_machines(asked, promise)
+    fleet = machines.fleet(tuple(range(machines.count)), even_split(machines))
+    return Emulation.of(fleet, machines.reading.sizes.hidden, promise, args.time_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +220,9 @@ class _Command:
             setting = self._setting(started, prompts, status)
             settings.append(setting)
             bench = Bench(client, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
+            await bench.watch_idle()
+            if idle := list(bench.idle_cpu.values()):
+                _tell(f"while nobody asks, the head takes {idle[0]:.1%} of a core, the tail {idle[-1]:.1%}")
             for streams in self.levels:
                 await bench.run([streams])
                 self._write(setting, reports)
@@ -243,7 +268,7 @@ class _Command:
     def _print(self, setting: Setting, reports: Sequence[LevelReport]) -> None:
         curve = {point.streams: point.decode_tok_s for point in published().curve}
         # Narrow columns in a file would hide what they are.
-        width = None if sys.stdout.isatty() else 140
+        width = None if sys.stdout.isatty() else 160
         Console(highlight=False, width=width).print(as_table(reports, curve))
         self._write(setting, reports)
         if self.args.plot is not None:

@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     protocol = Protocol(args.tokens, args.gap_ms / 1e3, args.requests)
     if not 1 <= args.prompt <= _MOST_PROMPT:
         raise UsageError(f"--prompt is {args.prompt}: expected 1 to {_MOST_PROMPT} tokens")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}")
     if args.plot is not None:
         check_plot(args.plot)
     subject = _subject(args, levels)
@@ -163,7 +165,7 @@ def _subject(args: argparse.Namespace, levels: tuple[int, ...]) -> _Subject:
         rows = args.rows or published().fleet().promise.rows
     else:
         rows = args.rows or _ROWS
-        machines = _profiled(args, Promise(slots, context, rows))
+        machines = profiled_machines(args, Promise(slots, context, rows))
     given = Placement("given", tuple(range(machines.count)), even_split(machines))
     placement = _placement(args, machines, given)
     as_read = is_published and (placement.order, placement.split) == (given.order, given.split)
@@ -181,7 +183,12 @@ def _refuse_profile_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} is for fleets of profiles; '{NAME}' has its own model and nodes")
 
 
-def _profiled(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+def profiled_machines(args: argparse.Namespace, promise: Promise) -> ProfiledMachines:
+    """The machines of profiles, from the flags `fleet`, `model`, `nodes`, `device`, `prompt` and `tokens`.
+
+    Raises:
+        UsageError: a flag is missing or wrong, or a file is no profile.
+    """
     if args.model is None:
         raise UsageError(
             "profiles say how long layers take, not how many there are: give --model, as 'plan' takes it"

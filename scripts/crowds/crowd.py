@@ -134,9 +134,9 @@ class Crowd:
                 await talking
                 while any(each.ending is None for each in asked.values()):
                     await self._hear(socket, asked)
-                # Nothing may come behind the last word.
-                if await socket.poll(20):
-                    self._fault(f"a word behind the last: {await socket.recv_multipart()!r}")
+                # Behind the last word only replies to cancels may come; the rest is counted as a fault.
+                while await socket.poll(20):
+                    await self._hear(socket, asked)
         except TimeoutError:
             if not vanishes:
                 self._fault(f"no end within {patience} s: {[e for e in asked.values() if e.ending is None]}")

@@ -22,6 +22,9 @@ from cascadia_p2p.shards.export import export
 SAMPLE: Final = "tiny66"
 START_S: Final = 300.0
 
+PATIENT: Final = "[limits]\nsuspect_s = 6.0\ngone_s = 15.0\n"
+"""All nodes and their clients share one machine here: nobody is gone who only gets no turn."""
+
 
 @dataclass(slots=True)
 class Nodes:
@@ -58,7 +61,10 @@ def small_ring(count: int, flags: Sequence[str]) -> Iterator[Nodes]:
             shards=count,
             encodings=EXACT,
         )
-        with LocalRing(root / "model", root / "state", flags=("--threads", "1", *flags)) as ring:
+        settings = root / "settings.toml"
+        settings.write_text(PATIENT)
+        flags = ("--threads", "1", "--config", str(settings), *flags)
+        with LocalRing(root / "model", root / "state", flags=flags) as ring:
             for shard in range(count):
                 ring.start_node("--shard", str(shard))
             yield Nodes(ring, _opened(ring, count))

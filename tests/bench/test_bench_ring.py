@@ -49,7 +49,7 @@ class Standing:
 @pytest.fixture(scope="module")
 def ring() -> Iterator[Standing]:
     said: list[str] = []
-    with emulated_ring(Emulation(fleet()), said.append) as (endpoint, model):
+    with emulated_ring(Emulation(fleet(), 6144), said.append) as (endpoint, model):
         yield Standing(endpoint, model)
     assert said[0].startswith("starting 3 nodes")
 
@@ -70,7 +70,7 @@ def measure(ring: Standing, *levels: int, model: EmulatedConfig | None = None) -
 
 
 def simulated(streams: int) -> float:
-    found = Emulation(fleet()).simulated(streams, PROTOCOL).decode_tok_s
+    found = Emulation(fleet(), 6144).simulated(streams, PROTOCOL).decode_tok_s
     assert found is not None
     return found
 
@@ -81,9 +81,9 @@ def rate(level: LevelReport) -> float:
     return level.result.decode_tok_s
 
 
-def test_answers_counts_and_rates_are_right(ring: Standing) -> None:
-    one, six = measure(ring, 1, 6)
-    assert one.faults == six.faults == ()
+def test_answers_and_counts_are_right(ring: Standing) -> None:
+    (six,) = measure(ring, 6)
+    assert six.faults == ()
     assert six.result is not None
     assert (six.result.requests, six.result.tokens) == (6, 6 * TOKENS)
     rows = 6 * (ID_PROMPT + TOKENS - 1)
@@ -94,9 +94,19 @@ def test_answers_counts_and_rates_are_right(ring: Standing) -> None:
         assert 0 < node.cpu_ms_token < 1e3
         assert node.parts["dense"] > 0
     assert six.bench_cpu_s > 0
-    # A busy machine slows both alike.
-    assert rate(six) / rate(one) == pytest.approx(simulated(6) / simulated(1), rel=0.25)
-    assert rate(six) < 1.05 * simulated(6)
+
+
+@pytest.mark.parametrize("streams", [1, 6])
+def test_rates_are_near_those_of_the_simulator(ring: Standing, streams: int) -> None:
+    best, possible = 0.0, simulated(streams)
+    for _ in range(5):
+        (level,) = measure(ring, streams)
+        assert rate(level) < 1.05 * possible, "stages must not take less time than was asked for"
+        best = max(best, rate(level))
+        # A machine that is busy with other things may spoil a try, but not all of them.
+        if best > 0.75 * possible:
+            return
+    assert best > 0.75 * possible
 
 
 def test_another_client_of_the_ring_is_noticed(ring: Standing) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import orjson
@@ -53,6 +54,24 @@ def test_a_fleet_of_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "published:" not in printed
 
 
+def test_the_best_split_and_slots_that_are_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--split", "best", "--most-layers", "6", "--slots", "8", "--streams", "20", "--policy", "ours"]
+    assert main(["simulate", "published", *flags, *SHORT]) == 0
+    printed = capsys.readouterr().out
+    assert "layers 7,6,6,5,6,6,6,6,6,6,6, 8 slots" in printed
+
+
+def test_without_matplotlib_a_plot_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["simulate", "published", "--plot", str(tmp_path / "curve.png")]) == 1
+    said = capsys.readouterr()
+    assert "pip install 'cascadia-p2p[plot]'" in said.err
+    assert said.out == ""
+
+
 def test_one_profile_for_many_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = tmp_path / "one.json"
     one.write_bytes(orjson.dumps(orjson.loads(Path(PROFILES).read_bytes())[1]))
@@ -78,6 +97,8 @@ def test_one_profile_for_many_nodes(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["published", "--model", "m"], "--model is for fleets of profiles"),
         (["published", "--plot", "curve.jpg"], "end in .png"),
         (["published", "--plot", "/nowhere/curve.png"], "no directory"),
+        (["published", "--json", "/nowhere/curve.json"], "no directory"),
+        (["published", "--split", "best", "--most-layers", "5"], "can hold"),
         (["nothing.json", "--model", MODEL], "neither 'published' nor a profile"),
         ([PROFILES], "give --model"),
         ([PROFILES, "--model", MODEL, "--nodes", "3"], "--nodes 3 with 11 profiles"),

@@ -67,7 +67,7 @@ BAD = [
     ({"token_ids": []}, "'token_ids' is empty"),
     ({"prompt": "a", "token_ids": [1]}, "both 'prompt' and 'token_ids'"),
     (short(promt="a"), "'promt' is unknown"),
-    (short(temperature=1), "'temperature' is unknown"),
+    (short(temprature=1), "'temprature' is unknown"),
     (short(messages=[{"role": "user", "content": "a"}]), "both 'token_ids' and 'messages'"),
     ({"messages": [{"role": "user"}]}, "'messages[0].content' is missing"),
     (short(stop=["a", ""]), "'stop[1]'"),

@@ -13,10 +13,13 @@ from fixtures.reference import load_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cascadia_p2p.engine.footprint import Backend
 from cascadia_p2p.engine.kernels.sampling import Scratch, draw_numbers, rank_tokens, sample_tokens
 from cascadia_p2p.engine.kernels.vocabulary import pick_tokens
+from cascadia_p2p.engine.memory import head_buffer_bytes
 from cascadia_p2p.engine.sampling import SlotSampling
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.models.sizes import Matrices, Part
 from cascadia_p2p.types import GREEDY, Sampling
 from cascadia_p2p.wire.frames import MAX_ALTERNATIVES, OperationKind, SegmentError
 
@@ -256,6 +259,12 @@ def test_wrong_shapes_are_refused_before_memory_is_touched() -> None:
         rank_tokens(x, ids, two, np.array([0, 4]), np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32))
     with pytest.raises(CascadiaError, match="positions has shape"):
         draw_numbers(np.zeros(2, np.uint64), np.zeros(3, np.uint64), np.zeros(2))
+
+
+def test_drawing_takes_the_memory_that_is_planned_for_it() -> None:
+    taken = sum(array.nbytes for array in vars(Scratch(200_058)).values())
+    planned = head_buffer_bytes(Matrices(Part.HEAD, 200_058, 8), Promise(1, 64, 0), Backend.KERNELS)
+    assert 0.9 * planned < taken <= planned
 
 
 # --- streams ----------------------------------------------------------------------------------------------
