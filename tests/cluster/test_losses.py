@@ -275,3 +275,95 @@ def test_a_client_finds_the_head_again_where_it_comes_back(local: Local) -> None
         stopped.set()
         asking.result(30)
     assert set(answers) == {PROMPT.generated}
+
+
+def test_two_nodes_lost_at_once_are_one_pause(local: Local, undisturbed: list[int]) -> None:
+    with plain(zmq.REQ, local.client, RCVTIMEO=90_000) as request:
+        waits(request, 1, STEADY)
+        busy(local, 1)
+        for shard in (1, 2):
+            local.kill(shard)
+        for shard in (1, 2):
+            local.start(shard)
+        assert json.loads(request.recv())["token_ids"] == undisturbed
+    local.others_live(-1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
+def test_ring_08_a_frozen_node_that_was_replaced_does_nothing_when_it_wakes(
+    local: Local, undisturbed: list[int]
+) -> None:
+    frozen = local.current[1]
+    standby = local.ring.start_node("--shard", "1")
+    try:
+        loaded(local, standby)
+        with plain(zmq.REQ, local.client, RCVTIMEO=90_000) as request:
+            waits(request, 1, STEADY)
+            busy(local, 1)
+            frozen.process.send_signal(signal.SIGSTOP)
+            try:
+                assert json.loads(request.recv())["token_ids"] == undisturbed
+                status = local.status()
+                assert status is not None
+                waits(request, 2, STEADY)
+                busy(local, 1)
+            finally:
+                # Now its old frames leave, and its old words.
+                frozen.process.send_signal(signal.SIGCONT)
+            assert json.loads(request.recv())["token_ids"] == undisturbed
+        loaded(local, frozen)
+        after = local.status()
+        assert after is not None
+        assert after["epoch"] == status["epoch"]
+        assert after["stages"][1]["control"] == str(standby.control)
+    finally:
+        standby.process.kill()
+        standby.process.wait()
+        local.ring.nodes.remove(standby)
+    local.open()
+    local.right()
+
+
+def loaded(local: Local, node: LocalNode) -> None:
+    """Wait until the head knows a node as one that waits."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        status = local.status()
+        known = [] if status is None else status["nodes"]
+        if any(each["control"] == str(node.control) and each["claim"] == "loaded" for each in known):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are not asked to end by signals here")
+def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: list[int]) -> None:
+    over = threading.Event()
+
+    def ask() -> list[list[int]]:
+        answers = []
+        with Client(local.client, timeout_s=90) as client:
+            while not over.is_set():
+                ids: list[int] = []
+                answer = client.stream(PROMPT.ids, max_tokens=STEADY["max_tokens"], ignore_eos=True)
+                for piece in answer:
+                    ids += piece.token_ids
+                assert answer.reply.token_ids == tuple(ids)
+                answers.append(ids)
+        return answers
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask) for _ in range(3)]
+        try:
+            for shard in (2, 1, 0):
+                busy(local, 3)
+                process = local.current[shard].process
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE_S) == 130
+                local.start(shard)
+                local.open()
+        finally:
+            over.set()
+        answers = [answer for each in asking for answer in each.result(90)]
+    assert len(answers) >= 6
+    assert all(answer == undisturbed for answer in answers)
