@@ -272,6 +272,7 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
+        "bench": ("--endpoint", "--fleet", "--key", "--json", "--emulate"),
         "keygen": ("--fleet", "--key", "--client", "--revoke", "--list", "--out", "--peer"),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
         "doctor": ("--json", "--peer"),
