@@ -35,14 +35,10 @@ from cascadia_p2p.asking import (
     read_answer,
     read_status,
 )
-from cascadia_p2p.discovery.interfaces import list_interfaces
+from cascadia_p2p.discovery.interfaces import nearest
 from cascadia_p2p.discovery.lookup import find_head, find_head_sync
-from cascadia_p2p.discovery.mdns import Found
-from cascadia_p2p.errors import (
-    RequestError,
-    UnreachableError,
-    UsageError,
-)
+from cascadia_p2p.errors import RequestError, UnreachableError, UsageError
+from cascadia_p2p.keys.files import KeyFile
 from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.curve import Keys
@@ -66,6 +62,7 @@ __all__ = [
     "Prompt",
     "Stream",
     "StreamPiece",
+    "node_keys",
 ]
 
 FIND_S: Final = 5.0
@@ -75,6 +72,11 @@ CONNECT_S: Final = 3.0
 
 KEY_VARIABLE: Final = "CASCADIA_KEY"
 """Environment variable that names a key file."""
+
+
+def _find_s(timeout_s: float | None) -> float:
+    """Seconds that looking for the head may take where an answer may take so long."""
+    return FIND_S if timeout_s is None else min(FIND_S, timeout_s)
 
 
 class Stream:
@@ -161,20 +163,29 @@ def _whole(reply: GenerateReply | None) -> GenerateReply:
     return reply
 
 
-def _endpoint_of(found: Found) -> Endpoint:
-    """Where to ask a head that was found; on its own machine it needs no key."""
-    endpoint = found.clients[0]
-    own = {address for interface in list_interfaces() for address in interface.addresses}
-    return Endpoint("127.0.0.1", endpoint.port) if endpoint.host in own else endpoint
+def _find_key(fleet: str, key: str | Path | None) -> KeyFile | None:
+    named = key or os.environ.get(KEY_VARIABLE) or None
+    return find_client_key(fleet, key=None if named is None else Path(named).expanduser())
 
 
 def _keys_for(endpoint: Endpoint, fleet: str, key: str | Path | None) -> Keys | None:
-    """What to prove oneself with there; the loopback address is always served in the clear."""
-    if endpoint.loopback:
-        return None
-    named = key or os.environ.get(KEY_VARIABLE) or None
-    found = find_client_key(fleet, key=None if named is None else Path(named).expanduser())
+    """What to prove oneself with to a head there; on its own machine it is served in the clear."""
+    found = None if endpoint.loopback else _find_key(fleet, key)
     return None if found is None else Keys(found.pair, found.server)
+
+
+def node_keys(fleet: str, key: str | Path | None = None) -> Keys | None:
+    """What opens the nodes' control ports: the fleet's own key, not a client's; None without it.
+
+    Args:
+        fleet: the fleet's name.
+        key: as for `Client`.
+
+    Raises:
+        UsageError: the key file can not be used.
+    """
+    found = _find_key(fleet, key)
+    return None if found is None or found.client is not None else Keys(found.pair, found.server)
 
 
 class Client:
@@ -312,7 +323,9 @@ class Client:
         if self._streaming:
             raise UsageError("an answer is still coming: read it to its end, or close it first")
         if self._connection is None:
-            endpoint = self._given or _endpoint_of(find_head_sync(self._fleet, timeout=FIND_S))
+            endpoint = self._given or nearest(
+                find_head_sync(self._fleet, timeout=_find_s(self._timeout_s)).clients[0]
+            )
             keys = _keys_for(endpoint, self._fleet, self._key)
             self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
         return self._connection
@@ -432,7 +445,9 @@ class AsyncClient:
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
         async with self._finding:
             if self._connection is None:
-                endpoint = self._given or _endpoint_of(await find_head(self._fleet, timeout=FIND_S))
+                endpoint = self._given or nearest(
+                    (await find_head(self._fleet, timeout=_find_s(self._timeout_s))).clients[0]
+                )
                 keys = _keys_for(endpoint, self._fleet, self._key)
                 self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
             connection = self._connection

@@ -57,7 +57,7 @@ ALLOWED = {
     "local": {"errors", "types"},
     "bench": {
         *("errors", "types", "wire", "client", "node", "local", "simulate", "workload"),
-        *("models", "matrices", "shards", "planning"),
+        *("models", "matrices", "shards", "planning", "transport"),
     },
     "workload": {"errors"},
     "simulate": {"errors", "types", "wire", "ring", "planning", "models", "engine", "workload"},

@@ -147,7 +147,11 @@ class Answer:
             logprobs=self._scores_from(0),
             seed=self._seed,
             finish_reason=finish,
-            usage=Usage(prompt_tokens=len(stream.request.prompt), completion_tokens=len(self._ids)),
+            usage=Usage(
+                prompt_tokens=len(stream.request.prompt),
+                completion_tokens=len(self._ids),
+                cached_tokens=stream.reused,
+            ),
             timings=_timings(stream, len(self._ids)),
             seq=self._seq + 1 if self._request.stream else None,
             final=True if self._request.stream else None,

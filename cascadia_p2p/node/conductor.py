@@ -118,26 +118,12 @@ class HeadConductor:
         """What prefix reuse has done; any thread may read any field at any time."""
         return self._scheduler.prefix_counts
 
-    def submit(
-        self,
-        request: StreamRequest,
-        refused: Callable[[StreamId, RequestError], None],
-        placed: Callable[[StreamId, int], None] | None = None,
-    ) -> None:
-        """Queue a stream.
-
-        Args:
-            request: the stream.
-            refused: called instead when there is no place for it.
-            placed: told how many streams wait before it.
-        """
+    def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
+        """Queue a stream; `refused` is called instead when there is no place for it."""
         try:
-            place = self._scheduler.submit(request, time.monotonic())
+            self._scheduler.submit(request, time.monotonic())
         except RequestError as error:
             refused(request.stream, error)
-        else:
-            if placed is not None:
-                placed(request.stream, place)
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
         """End a stream with `error`, unless it has ended."""

@@ -87,9 +87,9 @@ def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str |
             )
         case Knock.MECHANISM:
             raise NotAdmittedError(
-                f"the head at {endpoint} takes only clients with a key: get one from whoever has the fleet's "
-                "key "
-                "('cascadia-p2p keygen --client NAME' makes it) and name it with --key FILE"
+                f"the head at {endpoint} takes only clients with a key: name one with --key FILE. On a PC of "
+                "the fleet that is fleet.key beside its shards; there 'cascadia-p2p keygen --client NAME' "
+                "makes one for others"
             )
         case Knock.HUNG_UP if keyed:
             return "it has another fleet's key than this PC, or is no head"

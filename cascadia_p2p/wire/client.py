@@ -208,12 +208,13 @@ class Reply(Message):
 
 
 class Usage(Message):
-    """Token counts of one request."""
+    """Token counts of one request; of the prompt's, `cached_tokens` were known from an earlier one."""
 
     model_config = ConfigDict(extra="ignore")
 
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
+    cached_tokens: Annotated[int, Field(ge=0)] = 0
 
 
 class Timings(Message):
