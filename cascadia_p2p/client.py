@@ -8,7 +8,7 @@
                 print(piece.text, end="", flush=True)
 
 Any ZeroMQ REQ socket can do the same with one JSON frame each way, or a DEALER socket with pieces; this
-library adds finding the head by mDNS, time limits, and noticing at once when the head dies.
+library adds finding the head by mDNS, time limits, and going on with an answer when its head is lost.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import statistics
 import sys
@@ -206,6 +207,8 @@ def run(args: argparse.Namespace, scratch: Path) -> list[Case]:
                     done = asyncio.run(killing.case(Case(shard, moment, way, clients)))
                     cases.append(done)
                     print(json.dumps(asdict(done)), file=sys.stderr, flush=True)
+                    if args.out is not None:
+                        args.out.write_text(report(args.nodes, cases))
     return cases
 
 
@@ -242,6 +245,19 @@ def faults(cases: Sequence[Case]) -> list[str]:
     return found
 
 
+def report(nodes: int, cases: Sequence[Case]) -> str:
+    """All cases so far, as JSON."""
+    result = {
+        "nodes": nodes,
+        "model": RECIPE,
+        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
+        "load": os.getloadavg()[0],
+        "faults": faults(cases),
+        "cases": [asdict(case) for case in cases],
+    }
+    return json.dumps(result, indent=1) + "\n"
+
+
 def main() -> int:
     """Run, print, and judge with `--check`."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -259,18 +275,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kill-each-") as scratch:
         cases = run(args, Path(scratch))
     missed = faults(cases)
-    result = {
-        "nodes": args.nodes,
-        "model": RECIPE,
-        "machine": platform.platform(),
-        "faults": missed,
-        "cases": [asdict(case) for case in cases],
-    }
-    text = json.dumps(result, indent=1)
     if args.out is None:
-        print(text)
-    else:
-        args.out.write_text(text + "\n")
+        print(report(args.nodes, cases), end="")
     print(table(cases), *missed, sep="\n", file=sys.stderr)
     return int(args.check and bool(missed))
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ring_world import SimNode, World, profile
 
+from cascadia_p2p.ring import events as e
+
 SHARDS = 3
 BOUND_S = 20.0
 """Virtual seconds from the last fault to an open ring; most runs need under three."""
@@ -92,6 +94,24 @@ class Fleet(RuleBasedStateMachine):
         for node in self.world.living:
             self.world.thaw(node)
 
+    @precondition(lambda self: self.world.living)
+    @rule(number=st.integers(0, 9), running=st.integers(0, 4))
+    def use(self, number: int, running: int) -> None:
+        """Streams come and go; only a head's count."""
+        self.pick(number, self.world.living).needs = (running, running, 128 if running else 0)
+
+    @precondition(lambda self: any(not node.frozen for node in self.world.living))
+    @rule(number=st.integers(0, 9), seconds=st.sampled_from([0.05, 0.3, 3.0]))
+    def drain(self, number: int, seconds: float) -> None:
+        """Ctrl-C, and after a while the end, spared or not."""
+        node = self.pick(number, [node for node in self.world.living if not node.frozen])
+        node.feed(e.Drain("Ctrl-C"))
+        self.world.run(seconds)
+        if node.alive and not node.frozen:
+            node.feed(e.Leave("Ctrl-C"))
+            self.world.run(0.01)
+            self.world.kill(node)
+
     @invariant()
     def nobody_ends_by_itself(self) -> None:
         if hasattr(self, "world"):
@@ -104,6 +124,7 @@ class Fleet(RuleBasedStateMachine):
         world.heal()
         world.loss = world.doubled = 0.0
         for node in self.latest():
+            node.needs = (0, 0, 0)
             world.thaw(node)
             if not node.alive:
                 world.restart(node)
