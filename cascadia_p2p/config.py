@@ -162,6 +162,15 @@ class Config(_Section):
     client_port: int = Field(
         7700, ge=0, le=65535, description="port for clients, bound by the serving head only"
     )
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="serve counters for Prometheus on this port (default: not at all)"
+    )
+    metrics_bind: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="address for --metrics-port; what is served there is neither encrypted nor guarded",
+    )
     peers: Annotated[tuple[Endpoint, ...], PlainValidator(_peers)] = Field(
         (), description="control address of another node, as HOST:PORT; may be repeated"
     )
@@ -236,6 +245,12 @@ class Config(_Section):
             raise ValueError(
                 f"client_port {self.client_port} is taken: port {self.port} means control on {self.port} "
                 f"and data on {self.port + 1}"
+            )
+        taken = {self.port, self.port + 1 if self.port else 0, self.client_port} - {0}
+        if info.context is not _PARTIAL and self.metrics_port in taken:
+            raise ValueError(
+                f"metrics_port {self.metrics_port} is taken: control, data and clients have "
+                f"{', '.join(map(str, sorted(taken)))}"
             )
         return self
 
@@ -441,6 +456,7 @@ _METAVARS = {
     "key": "FILE",
     "fleet": "NAME",
     "bind": "ADDR",
+    "metrics_bind": "ADDR",
     "device": "NAME",
     "endpoint": "tcp://HOST:PORT",
     "timeout": "SECONDS",

@@ -16,12 +16,14 @@ import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["configure_logs"]
+__all__ = ["configure_logs", "name_node"]
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m", "debug": "\x1b[2m"}
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 _LONGEST = 1000
+_named: dict[str, str] = {}
+"""What every line of JSON says of the process that it comes from."""
 
 
 def configure_logs(
@@ -58,6 +60,12 @@ def configure_logs(
     root = logging.getLogger()
     if not any(isinstance(handler, _Forward) for handler in root.handlers):
         root.addHandler(_Forward(logging.WARNING))
+
+
+def name_node(node: str) -> None:
+    """Let every line of JSON from now on, of any thread, say that this process is node `node`."""
+    # Variables of a context would not reach the threads, which are started in contexts of their own.
+    _named["node"] = node
 
 
 class _Writer:
@@ -107,6 +115,7 @@ def _exceptions(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 class _Json:
     def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> str:
         ordered = {key: event.pop(key) for key in ("timestamp", "level", "event", "message") if key in event}
+        ordered.update(_named)
         ordered.update(event)
         try:
             return orjson.dumps(ordered, default=str).decode()

@@ -15,7 +15,7 @@ import structlog
 
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError
-from cascadia_p2p.logs import configure_logs
+from cascadia_p2p.logs import configure_logs, name_node
 
 FLAGS = (
     "model",
@@ -24,6 +24,8 @@ FLAGS = (
     "bind",
     "port",
     "client_port",
+    "metrics_port",
+    "metrics_bind",
     "key",
     "insecure",
     "peers",
@@ -113,6 +115,7 @@ async def _live(config: Config, while_stdin_open: bool) -> int:
         ending, loaded = Ending.MOVED, None
         while ending is Ending.MOVED and not stopped:
             with Places.open(config) as places:
+                name_node(places.identity.node_id)
                 node = Node(config, places, loaded)
                 ending = await node.run()
                 loaded = node.loaded

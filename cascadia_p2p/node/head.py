@@ -18,6 +18,7 @@ from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
 from cascadia_p2p.node.finished import Finished, FinishedAnswers
+from cascadia_p2p.node.meters import HeadMeter
 from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
@@ -80,20 +81,24 @@ class _Pending:
     Args:
         route: the way back.
         request: what was asked.
+        came_at: when it came.
         answer: None while the prompt is still being read.
         positions: of its stream at most, prompt and answer; 0 while the prompt is still being read.
         piece_at: when its last piece was sent.
         read: number of the last piece that its client has read, as far as it tells.
+        token_at: when its last token came.
         place: the last that was told of its place in the queue.
         cancelled: its client wants no more pieces.
     """
 
     route: Route
     request: GenerateRequest
+    came_at: float
     answer: Answer | None = None
     positions: int = 0
     piece_at: float = float("-inf")
     read: int = 0
+    token_at: float | None = None
     place: int | None = None
     cancelled: bool = False
 
@@ -163,11 +168,17 @@ class HeadService:
         self._keyed: dict[str, StreamId] = {}
         self._finished = FinishedAnswers()
         self.counts = HeadCounts()
+        self.meter = HeadMeter()
 
     @property
     def pending(self) -> int:
         """Requests without their final reply."""
         return len(self._pending)
+
+    @property
+    def server(self) -> ClientServer:
+        """The door's sockets."""
+        return self._server
 
     def needs(self, promise: Promise) -> tuple[int, int]:
         """What the requests that have no final reply need of the `promise` of their ring: slots, context."""
@@ -223,6 +234,8 @@ class HeadService:
             pending = self._pending.get(stream)
             if pending is None or pending.answer is None:
                 continue
+            if update.tokens:
+                self._measure(pending, update)
             pending.answer.take(update.tokens, update.scores)
             if pending.answer.stopped:
                 self._finish(pending, pending.answer, update.stream, FinishReason.STOP)
@@ -237,6 +250,17 @@ class HeadService:
                 self._offer_piece(stream, pending)
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _measure(self, pending: _Pending, update: Update) -> None:
+        """Count tokens that came, and how long they took."""
+        now, before = self._loop.time(), pending.token_at
+        pending.token_at = now
+        for _ in update.tokens:
+            if before is None:
+                self.meter.first(len(update.stream.request.prompt), now - pending.came_at)
+            else:
+                self.meter.next(now - before)
+            before = now
 
     async def _serve(self) -> None:
         with contextlib.suppress(SocketClosedError):
@@ -294,7 +318,7 @@ class HeadService:
                 request_id=request.id,
             )
         stream = StreamId(next(self._numbers))
-        pending = _Pending(route, request)
+        pending = _Pending(route, request, self._loop.time())
         if self._desk.is_long(request):
             self._add(stream, pending)
             task = asyncio.create_task(self._read(stream, pending), name="prompt")
@@ -357,7 +381,7 @@ class HeadService:
 
     def _refused(self, stream: StreamId, error: RequestError) -> None:
         """The scheduler has no place for a stream; called in the data thread."""
-        self._loop.call_soon_threadsafe(self._fail, stream, error)
+        self._loop.call_soon_threadsafe(partial(self._fail, stream, error, rejected=True))
 
     def _finish(self, pending: _Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
         self._remove(stream.request.stream)
@@ -372,7 +396,7 @@ class HeadService:
         self.counts.completion_tokens += reply.usage.completion_tokens
         self._send(pending.route, encode(reply))
 
-    def _fail(self, stream: StreamId, error: RequestError) -> None:
+    def _fail(self, stream: StreamId, error: RequestError, *, rejected: bool = False) -> None:
         pending = self._remove(stream)
         if pending is None:
             return
@@ -380,6 +404,7 @@ class HeadService:
             self.counts.cancelled += 1
         else:
             self.counts.failed += 1
+            (self.meter.rejected if rejected else self.meter.failed)[error.code] += 1
         named = RequestError(
             error.code, error.message, request_id=pending.request.id, retry_after_s=error.retry_after_s
         )
@@ -387,6 +412,7 @@ class HeadService:
 
     def _refuse(self, route: Route, error: RequestError) -> None:
         self.counts.refused += 1
+        self.meter.rejected[error.code] += 1
         self._send(route, encode(ErrorReply.of(error)))
 
     def _add(self, stream: StreamId, pending: _Pending) -> None:

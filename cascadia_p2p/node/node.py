@@ -31,7 +31,10 @@ from cascadia_p2p.node.client_book import ClientBook
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
+from cascadia_p2p.node.meters import RingMeter
+from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.scrapes import MetricsServer
 from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
@@ -118,6 +121,9 @@ class Node:
         if self._book is not None:
             self._book.changed = self._clients_changed
         self._head: HeadService | None = None
+        self._rings = RingMeter()
+        listener = places.metrics
+        self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
@@ -140,6 +146,8 @@ class Node:
         try:
             self._plane.start()
             self._worker.start()
+            if self._scrapes is not None:
+                await self._scrapes.start()
             await self._discovery.start(self._announcement())
             self._tasks = [
                 asyncio.create_task(self._tick(), name="tick"),
@@ -200,6 +208,51 @@ class Node:
             body["requests"] = requests
             body["prefixes"] = dict(asdict(self._conductor.prefixes))
         return body
+
+    def measure(self) -> Measures:
+        """The counters that the node's metrics tell; in the event loop."""
+        machine, worker, profile = self._machine, self._worker, self._profile
+        shard, loaded = machine.shard, worker.loaded
+        info = {
+            "node": profile.node,
+            "fleet": profile.fleet,
+            "version": __version__,
+            "model": profile.fingerprint,
+            "shard": "" if shard is None else str(shard),
+            "device": self._config.device,
+            "precision": self._config.precision,
+            "cache": self._config.cache,
+        }
+        malformed = {"malformed_messages": self._places.control.malformed}
+        return Measures(
+            info=info,
+            state=machine.state,
+            epoch=machine.epoch,
+            stages=machine.stages,
+            peers=machine.peers,
+            slots=0 if loaded is None else loaded.stage.taken,
+            misfits=0 if loaded is None else loaded.stage.misfits,
+            data=worker.data,
+            totals=worker.data.totals(),
+            parts=worker.part_seconds(),
+            messages=machine.counts() | malformed,
+            strangers=self._plane.strangers,
+            ring=self._rings,
+            head=None if self._head is None else self._measure_head(self._head),
+        )
+
+    def _measure_head(self, head: HeadService) -> HeadMeasures:
+        return HeadMeasures(
+            counts=head.counts,
+            meter=head.meter,
+            running=self._conductor.running,
+            queued=self._conductor.waiting,
+            queue_limit=self._config.queue,
+            connections=head.server.connections,
+            connections_limit=head.server.limit,
+            malformed=head.server.faults,
+            prefixes=self._conductor.prefixes,
+        )
 
     # --- events in ----------------------------------------------------------------------------------------
 
@@ -359,11 +412,13 @@ class Node:
             case actions.SetPace(times):
                 call(lambda: conductor.pace(times.slowest, times.trip))
             case actions.OpenRing(epoch, members, promise):
+                self._rings.open(epoch, time.monotonic())
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
                     self._promised = promise
                     call(lambda: conductor.open(len(members), promise))
             case actions.CloseRing(epoch, reason, missing, was_open, held):
+                self._rings.close(epoch, time.monotonic())
                 self._worker.close_epoch(epoch)
                 if was_open and epoch.head == self._profile.instance:
                     call(lambda: conductor.suspend(reason, missing, held))
@@ -470,6 +525,8 @@ class Node:
             self._drain_timer.cancel()
         if self._head is not None:
             self._close_door("this node is leaving")
+        if self._scrapes is not None:
+            await self._scrapes.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
         for task in self._tasks:
             task.cancel()

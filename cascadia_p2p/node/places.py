@@ -25,7 +25,7 @@ from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
-from cascadia_p2p.transport.network import Network
+from cascadia_p2p.transport.network import Network, listen
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire.messages import ErrorReply, encode
 
@@ -115,6 +115,7 @@ class Places:
         control, receiver: bound.
         client_port: to be bound when this node becomes the head.
         promise: what this node offers to hold.
+        metrics: listens for those who read the node's metrics; None when nobody shall.
     """
 
     identity: Identity
@@ -127,6 +128,7 @@ class Places:
     receiver: DataReceiver
     client_port: int
     promise: Promise
+    metrics: socket.socket | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -156,8 +158,13 @@ class Places:
             )
             stack.callback(receiver.close)
             client_port = config.client_port or _free_port(address.ip)
+            metrics = _listen_for_scrapers(config)
+            if metrics is not None:
+                stack.callback(metrics.close)
             yield cls(
-                identity, model, address, door, network, control, transport, receiver, client_port, promise
+                *(identity, model, address, door, network, control, transport, receiver, client_port),
+                promise=promise,
+                metrics=metrics,
             )
 
     def profile(self, config: Config) -> NodeProfile:
@@ -190,6 +197,12 @@ class Places:
             pid=os.getpid(),
             shard=config.shard,
         )
+
+
+def _listen_for_scrapers(config: Config) -> socket.socket | None:
+    if config.metrics_port is None:
+        return None
+    return listen(config.metrics_bind, config.metrics_port, "--metrics-port", "--metrics-bind")
 
 
 def _free_port(ip: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -131,6 +132,22 @@ def _no_drops() -> dict[str, int]:
     return {str(reason): 0 for reasons in (FrameFault, Drop) for reason in reasons}
 
 
+@dataclass(frozen=True, slots=True)
+class DataTotals:
+    """Frames of all epochs that a data thread has been in, the present one among them.
+
+    Args:
+        frames_in, frames_out, rows, rounds: see `DataCounters`.
+        round_ns: nanoseconds of all rounds.
+    """
+
+    frames_in: int = 0
+    frames_out: int = 0
+    rows: int = 0
+    rounds: int = 0
+    round_ns: int = 0
+
+
 @dataclass(slots=True)
 class DataCounters:
     """What the data thread does; only it writes, any thread may read any field at any time.
@@ -149,6 +166,8 @@ class DataCounters:
         round_ns, rounds: on the head, from handing a frame over to its tokens, and of how many frames in
             this epoch.
         dropped: frames that were not taken, by reason.
+        earlier: the totals of the epochs before this one.
+        turn: held while an epoch's counts become part of `earlier`.
     """
 
     progress: int = 0
@@ -165,12 +184,32 @@ class DataCounters:
     round_ns: int = 0
     rounds: int = 0
     dropped: dict[str, int] = field(default_factory=_no_drops)
+    earlier: DataTotals = DataTotals()
+    turn: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def totals(self) -> DataTotals:
+        """The totals over the life of the process; from any thread."""
+        # Without the lock an epoch that ends meanwhile would be counted twice, or not at all.
+        with self.turn:
+            return self._totals()
+
+    def _totals(self) -> DataTotals:
+        before = self.earlier
+        return DataTotals(
+            before.frames_in + self.frames_in,
+            before.frames_out + self.frames_out,
+            before.rows + self.rows,
+            before.rounds + self.rounds,
+            before.round_ns + self.round_ns,
+        )
 
     def enter(self, epoch: Epoch | None) -> None:
         """Begin an epoch, or be in none."""
         self.epoch = None
-        self.frames_in = self.frames_out = self.rows = self.probe_seen = 0
-        self.round_ns = self.rounds = 0
+        with self.turn:
+            self.earlier = self._totals()
+            self.frames_in = self.frames_out = self.rows = self.probe_seen = 0
+            self.round_ns = self.rounds = 0
         self.waiting_send = False
         self.epoch = epoch
 

@@ -256,6 +256,16 @@ class Worker:
             probe_seen=counted.probe_seen,
         )
 
+    @property
+    def data(self) -> DataCounters:
+        """The data thread's counters as it writes them; any field may be read."""
+        return self._data.counters
+
+    def part_seconds(self) -> dict[str, float]:
+        """Seconds by part of the work of the loaded shard's stage; empty while none is loaded."""
+        loaded = self.loaded
+        return {} if loaded is None else {part.value: s for part, s in loaded.stage.times().seconds.items()}
+
     def report(self) -> dict[str, JsonValue]:
         """The data thread's counters for `status`: times in seconds, drops by reason, work by part.
 

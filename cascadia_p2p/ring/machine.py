@@ -124,6 +124,26 @@ class RingMachine:
         return len(self._core.peers)
 
     @property
+    def epoch(self) -> int:
+        """Number of the newest epoch that this node has accepted; 0 for none."""
+        return self._core.counter
+
+    @property
+    def stages(self) -> int:
+        """Nodes of the ring that this one is in; 0 for none."""
+        return 0 if self._core.seat is None else len(self._core.seat.members)
+
+    @property
+    def state(self) -> str:
+        """What `status` shows under this name."""
+        return snapshot.state_of(self._core, self._head)
+
+    @property
+    def shard(self) -> int | None:
+        """The shard that this node holds or loads."""
+        return self._core.shard
+
+    @property
     def is_open(self) -> bool:
         """Whether this node is a stage of an open ring."""
         return self._core.serving
@@ -327,7 +347,7 @@ class RingMachine:
     def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
         core = self._core
         core.dirty = True
-        core.say("info", "peer_gone", reason, node=peer.node, instance=peer.instance)
+        core.say("info", "peer_gone", reason, peer=peer.node, peer_instance=peer.instance)
         if core.heads:
             self._head.on_gone(peer, reason, left=left)
         else:

@@ -29,7 +29,7 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
     elsewhere = _epoch_elsewhere(core)
     missing: tuple[int, ...] = () if seat is not None or elsewhere is not None else chosen.missing
     return {
-        "state": _state(core, head),
+        "state": state_of(core, head),
         "node": core.node,
         "instance": core.instance,
         "fleet": core.profile.fleet,
@@ -57,7 +57,8 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
     }
 
 
-def _state(core: Core, head: Head) -> str:
+def state_of(core: Core, head: Head) -> str:
+    """The node's own state, in a word."""
     if core.seat is None:
         if core.state is ClaimState.LOADING:
             return "loading"

@@ -171,18 +171,35 @@ def require_free(host: str, port: int, flag: str) -> None:
     Raises:
         PortError: as `bind`.
     """
-    address = _resolve(host, "--bind")
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    listen(host, port, flag).close()
+
+
+def listen(host: str, port: int, flag: str, address_flag: str = "--bind") -> socket.socket:
+    """A plain TCP socket that listens, for what does not speak ZeroMQ; port 0 takes any free one.
+
+    Args:
+        host: see `bind`.
+        port: see `bind`.
+        flag: see `bind`.
+        address_flag: see `bind`.
+
+    Raises:
+        PortError: as `bind`.
+    """
+    address = _resolve(host, address_flag)
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
         if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         else:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-            probe.listen()
-        except OSError as error:
-            words = error.strerror or str(error)
-            raise PortError(_reason(error.errno or 0, words, address, port, flag, "--bind")) from None
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, port))
+        made.listen()
+    except OSError as error:
+        made.close()
+        words = error.strerror or str(error)
+        raise PortError(_reason(error.errno or 0, words, address, port, flag, address_flag)) from None
+    return made
 
 
 def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
