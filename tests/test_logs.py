@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections.abc import Iterator
 
 import orjson
 import pytest
 import structlog
 
-from cascadia_p2p.logs import configure_logs
+from cascadia_p2p.logs import configure_logs, name_node
 
 
 class Terminal(io.StringIO):
@@ -38,6 +39,28 @@ def test_json_off_a_terminal() -> None:
     )
     assert line["timestamp"].endswith("Z")
     assert line["where"] == "<class 'object'>"
+
+
+def test_every_line_of_json_names_the_node_whatever_thread_it_is_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cascadia_p2p.logs._named", {})
+    stream, terminal = io.StringIO(), Terminal()
+    configure_logs(stream=stream)
+    name_node("0123456789abcdef")
+    structlog.get_logger().info("ring_open", epoch=3)
+    thread = threading.Thread(target=lambda: structlog.get_logger().warning("hop_broken"))
+    thread.start()
+    thread.join()
+    lines = [orjson.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line["node"]) for line in lines] == [
+        ("ring_open", "0123456789abcdef"),
+        ("hop_broken", "0123456789abcdef"),
+    ]
+    # There is one node at a terminal, and its sentences name it where that matters.
+    configure_logs(stream=terminal)
+    structlog.get_logger().info("ring_open", epoch=3)
+    assert "0123456789abcdef" not in terminal.getvalue()
 
 
 def test_terminal_shows_the_sentence_first() -> None:

@@ -336,7 +336,7 @@ class HeadService:
         except RequestError as error:
             failure = error
         except Exception:
-            _log.exception("request_failed", message="a request could not be handled")
+            _log.exception("request_failed", message="a request could not be handled", stream=stream)
             failure = RequestError(
                 ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
             )

@@ -149,8 +149,8 @@ class Meeting:
             "info",
             "peer_joined" if outcome is Admission.NEW else "peer_replaced",
             f"met {label(intro)} at {intro.control}: {shard}",
-            node=intro.node,
-            instance=intro.instance,
+            peer=intro.node,
+            peer_instance=intro.instance,
         )
         if warning := mixed_software(own, intro):
             core.say_seldom(f"mixed {intro.node}", "warning", "software_mixed", warning)
