@@ -66,6 +66,12 @@ def test_pet_01_a_reader_sees_a_notice_and_the_same_tokens_wherever_the_node_die
                     assert "the answer goes on as soon as the ring does" in notices[0]
                     holder = standby
             assert head.node.status()["requests"]["failed"] == 0
+            counted = head.node.measure()
+            assert (counted.ring.opened, counted.ring.lost, counted.ring.recovered) == (4, 3, 3)
+            assert counted.ring.outage_s > 0
+            assert counted.head is not None
+            assert counted.head.meter.generated_tokens == 4 * len(whole), "each is counted once"
+            assert counted.head.meter.first_token.buckets()[-1] == ("+Inf", 4)
 
     run(scenario())
 

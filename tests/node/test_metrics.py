@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,7 @@ from cascadia_p2p.ring.scheduler import PrefixCounts
 from cascadia_p2p.transport.network import listen
 from cascadia_p2p.types import Epoch, Instance
 
+ROOT = Path(__file__).resolve().parents[2]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -119,6 +121,17 @@ def test_names_follow_the_conventions_and_each_has_help_and_type() -> None:
                 "node",
                 "shard",
             }
+
+
+def test_the_docs_list_every_name_and_no_other() -> None:
+    told: set[str] = set()
+    for family in text_string_to_metric_families(MetricsText(lambda: measures(a_head())).text().decode()):
+        single = family.type in ("gauge", "counter")
+        told |= {sample.name for sample in family.samples} if single else {family.name}
+    listed = re.findall(
+        r"^\| (`.*?`) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {name for cell in listed for name in re.findall(r"`([a-z_]+)`", cell)} == told
 
 
 def test_every_state_that_status_knows_has_its_sample() -> None:
