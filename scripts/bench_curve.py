@@ -4,7 +4,8 @@
 
 A hop is half of a frame's way to another process and back, from before it is given to the socket until its
 last byte is in an array there. Sizes: one row of the published model (24,576 bytes), 8 rows, 64 rows.
-Both kinds run in turns in the same two processes, so their ratio holds where absolute times do not.
+Both kinds run in turns in the same two processes, so their ratio holds where absolute times do not. p10 is
+the least disturbed by what else the machine does; CPU is what both processes take for a hop together.
 JSON goes to stdout or FILE, a table to stderr.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing as mp
+import os
 import platform
 import statistics
 import sys
@@ -73,7 +75,7 @@ class End:
 
 
 def echo(pipe: Connection, pair: KeyPair) -> None:
-    """Send every frame back, of the kind and as often as the pipe says."""
+    """Send every frame back, of the kind and as often as the pipe says; answer with the CPU time of it."""
     ends = {"plain": End(None), "curve": End(pair)}
     pipe.send({kind: end.receiver.endpoint.port for kind, end in ends.items()})
     for kind, port in pipe.recv().items():
@@ -81,24 +83,53 @@ def echo(pipe: Connection, pair: KeyPair) -> None:
     while (task := pipe.recv()) is not None:
         kind, rows, frames = task
         frame = np.empty((rows, HIDDEN), np.float32)
+        started = time.process_time()
         for _ in range(frames):
             ends[kind].receive(frame)
             ends[kind].send(frame)
+        pipe.send(time.process_time() - started)
     for end in ends.values():
         end.close()
 
 
-def run(end: End, pipe: Connection, kind: str, rows: int, frames: int) -> float:
-    """Median milliseconds of a hop."""
+def run(end: End, pipe: Connection, kind: str, rows: int, frames: int) -> tuple[list[float], float]:
+    """Milliseconds of each hop, and milliseconds of CPU that both processes took for one."""
     pipe.send((kind, rows, frames))
     out, back = np.ones((rows, HIDDEN), np.float32), np.empty((rows, HIDDEN), np.float32)
     hops = []
+    begun = time.process_time()
     for _ in range(frames):
         started = time.perf_counter_ns()
         end.send(out)
         end.receive(back)
         hops.append((time.perf_counter_ns() - started) / 2e6)
-    return statistics.median(hops[frames // 10 :])
+    cpu = time.process_time() - begun + pipe.recv()
+    return hops[frames // 10 :], cpu / frames / 2 * 1e3
+
+
+def compare(ends: dict[str, End], pipe: Connection, rows: int, frames: int, rounds: int) -> dict[str, object]:
+    """Both kinds in turns at one size."""
+    hops: dict[str, list[float]] = {kind: [] for kind in ends}
+    cpu: dict[str, list[float]] = {kind: [] for kind in ends}
+    for _ in range(rounds):
+        for kind, end in ends.items():
+            times, spent = run(end, pipe, kind, rows, frames)
+            hops[kind] += times
+            cpu[kind].append(spent)
+    found: dict[str, object] = {"bytes": rows * HIDDEN * 4, "frames": frames * rounds}
+    for name, value in (
+        ("p10_ms", {kind: percentile(times, 0.1) for kind, times in hops.items()}),
+        ("p50_ms", {kind: percentile(times, 0.5) for kind, times in hops.items()}),
+        ("cpu_ms", {kind: statistics.median(times) for kind, times in cpu.items()}),
+    ):
+        ratio = round(value["curve"] / value["plain"], 2)
+        found[name] = {kind: round(each, 4) for kind, each in value.items()} | {"ratio": ratio}
+    return found
+
+
+def percentile(times: list[float], share: float) -> float:
+    """The time that this share of all is below."""
+    return sorted(times)[int(len(times) * share)]
 
 
 def measure(frames: int, rounds: int) -> dict[str, object]:
@@ -114,46 +145,30 @@ def measure(frames: int, rounds: int) -> dict[str, object]:
     for kind, end in ends.items():
         end.connect(ports[kind])
         run(end, here, kind, 1, 20)
-    sizes = []
-    for rows in ROWS:
-        count = max(20, frames // rows if rows > 8 else frames)
-        found: dict[str, list[float]] = {"plain": [], "curve": []}
-        for _ in range(rounds):
-            for kind, times in found.items():
-                times.append(run(ends[kind], here, kind, rows, count))
-        ratios = [curve / plain for plain, curve in zip(found["plain"], found["curve"], strict=True)]
-        middle = {f"{kind}_ms": round(statistics.median(times), 4) for kind, times in found.items()}
-        longer = middle["curve_ms"] - middle["plain_ms"]
-        sizes.append(
-            {
-                "bytes": rows * HIDDEN * 4,
-                **middle,
-                "longer_ms": round(longer, 4),
-                "ratio": round(statistics.median(ratios), 2),
-                "ratios": [round(ratio, 2) for ratio in sorted(ratios)],
-            }
-        )
+    sizes = [compare(ends, here, rows, max(20, frames // rows), rounds) for rows in ROWS]
     here.send(None)
     process.join(10)
     for end in ends.values():
         end.close()
     machine = {"system": platform.system(), "python": platform.python_version(), "cores": mp.cpu_count()}
     return {
-        "frames": frames,
         "rounds": rounds,
         "sizes": sizes,
         "machine": machine | {"pyzmq": zmq.__version__, "libzmq": zmq.zmq_version()},
+        "load": [round(each, 1) for each in os.getloadavg()] if hasattr(os, "getloadavg") else None,
     }
 
 
 def table(result: dict) -> str:
     """The result for people."""
-    lines = [f"{'bytes':>10}{'plain ms':>12}{'CURVE ms':>12}{'longer':>10}{'ratio':>8}   least to most"]
-    lines += [
-        f"{size['bytes']:>10,}{size['plain_ms']:>12.3f}{size['curve_ms']:>12.3f}{size['longer_ms']:>10.3f}"
-        f"{size['ratio']:>8.2f}   {size['ratios'][0]} to {size['ratios'][-1]}"
-        for size in result["sizes"]
-    ]
+    lines = [f"{'bytes':>10}{'':>5}{'plain ms':>12}{'CURVE ms':>12}{'longer':>10}{'ratio':>8}"]
+    for size in result["sizes"]:
+        for name, title in (("p10_ms", "p10"), ("p50_ms", "p50"), ("cpu_ms", "CPU")):
+            times = size[name]
+            lines.append(
+                f"{size['bytes']:>10,}{title:>5}{times['plain']:>12.3f}{times['curve']:>12.3f}"
+                f"{times['curve'] - times['plain']:>10.3f}{times['ratio']:>8.2f}"
+            )
     return "\n".join(lines)
 
 
@@ -163,7 +178,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--frames", type=int, default=1000, help="frames a run of small ones (default 1000)")
-    parser.add_argument("--rounds", type=int, default=9, help="runs of each kind, in turns (default 9)")
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each kind, in turns (default 15)")
     parser.add_argument("--out", type=Path, help="write the JSON there instead of to stdout")
     arguments = parser.parse_args()
     if arguments.frames < 20 or arguments.rounds < 1:

@@ -163,7 +163,8 @@ async def check_fleet(
         return [Finding("fleet", Level.WARN, f"nodes can not be looked for by mDNS: {problem}")], []
     asked = await asyncio.gather(*(_ask(each, keys) for each in found.values()))
     met = [each for each in asked if each is not None]
-    return [_seen(fleet, list(found.values()), met, sightings), *_others(sightings)], met
+    seen = _seen(fleet, list(found.values()), met, closed=keys is not None)
+    return [seen, *_others(sightings)], met
 
 
 async def _ask(found: Found, keys: Keys | None) -> Met | None:
@@ -175,7 +176,7 @@ async def _ask(found: Found, keys: Keys | None) -> Met | None:
     return None
 
 
-def _seen(fleet: str, found: Sequence[Found], met: Sequence[Met], sightings: Sightings) -> Finding:
+def _seen(fleet: str, found: Sequence[Found], met: Sequence[Met], *, closed: bool) -> Finding:
     if not found:
         return Finding("fleet", Level.OK, f"no node of fleet '{fleet}' announces itself here yet")
     shards = {each.announcement.shard for each in found if each.announcement.shard is not None}
@@ -185,6 +186,11 @@ def _seen(fleet: str, found: Sequence[Found], met: Sequence[Met], sightings: Sig
         f"{len(found)} node{'s' * (len(found) > 1)} of fleet '{fleet}' seen, {len(shards)} of {total} shards"
     )
     facts: dict[str, JsonValue] = {"nodes": [each.name for each in met], "missing_shards": list(missing)}
+    apart = sum(each.announcement.closed != closed for each in found)
+    if apart:
+        what = "have no key, and this PC has one" if closed else "have a key, and this PC has none"
+        advice = "copy fleet.key from beside the shards of a PC that has it to those that have not"
+        return Finding("fleet", Level.WARN, f"{message}; {apart} of them {what}", advice, facts)
     if len(met) < len(found):
         return Finding(
             "fleet",

@@ -63,11 +63,6 @@ class Policy:
         most = max(1, min(limit, max(self.decode_rows_limit, points[-1][0] if points else 0)))
         return _decode_rows(max(streams, 1), stages, most, self.stage_time, self.trip_time)
 
-    def window(self, pending: int, stages: int, limit: int, *, shared: bool) -> int:
-        """Rows of the next prompt window, at least 1 and at most `pending` and `limit`."""
-        most = max(1, min(pending, limit, self.shared_window if shared else limit))
-        return _window(max(pending, 1), stages, most, self.stage_time)
-
     def share(self, prompts: int) -> float:
         """The part of the rows that so many prompts get while decode rows wait."""
         return min(self.prompt_share, prompts / (prompts + 1))

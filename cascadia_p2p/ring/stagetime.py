@@ -44,13 +44,16 @@ class StageTime:
 
     @classmethod
     def measured(cls, times: Sequence[tuple[int, float]]) -> StageTime | None:
-        """The table of measured times; None when they say nothing: see `fitted`.
+        """The table of measured times.
 
         Of several times for one number of rows the least counts; a time that falls with more rows is a
         disturbance and is raised to the time before it.
 
         Args:
             times: rows and times, in any order; of more than `MAX_POINTS` some are left out.
+
+        Returns:
+            None when they say nothing: fewer than two numbers of rows, or times that do not grow with them.
         """
         least: dict[int, float] = {}
         for rows, time in times:
@@ -66,31 +69,6 @@ class StageTime:
             del points[-2]
         step = max(1, -(-(len(points) - 1) // (MAX_POINTS - 1)))
         return cls(points=(*points[:-1:step], points[-1]))
-
-    @classmethod
-    def fitted(cls, measured: Sequence[tuple[int, float]]) -> StageTime | None:
-        """The line through measured times with the least relative errors.
-
-        Args:
-            measured: rows and times.
-
-        Returns:
-            None when that says nothing: fewer than two numbers of rows, or times that do not grow with them.
-        """
-        points = [(rows, time) for rows, time in measured if time > 0]
-        if len({rows for rows, _ in points}) < 2:
-            return None
-        # Relative errors: the sum of squares of (fixed + per_row * r) / t - 1.
-        ones = [1 / time for _, time in points]
-        slopes = [rows / time for rows, time in points]
-        aa, bb = sum(a * a for a in ones), sum(b * b for b in slopes)
-        ab = sum(a * b for a, b in zip(ones, slopes, strict=True))
-        determinant = aa * bb - ab * ab
-        if determinant <= 1e-12 * aa * bb:
-            return None
-        fixed = (bb * sum(ones) - ab * sum(slopes)) / determinant
-        per_row = (aa * sum(slopes) - ab * sum(ones)) / determinant
-        return cls(max(fixed, 0.0), per_row) if per_row > 0 else None
 
 
 DEFAULT_TIME: Final = StageTime()

@@ -282,7 +282,10 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
         "status": ("--endpoint", "--fleet", "--json", "--timeout", "--peer"),
         "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
-        "bench": ("--levels", "--tokens", "--emulate", "--json", "--plot", "--endpoint"),
+        "bench": (
+            "--levels", "--tokens", "--requests", "--emulate", "--time-scale", "--json", "--plot", "--key",
+            "--endpoint", "--fleet",
+        ),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
         "keygen": ("--fleet", "--key", "--client", "--revoke", "--list", "--out", "--peer"),

@@ -147,7 +147,7 @@ def test_cas_07_usage_counts_every_token(request_socket: zmq.Socket[bytes]) -> N
         reply = ask(request_socket, {"token_ids": list(STOPPED.ids), "max_tokens": max_tokens})
         # The reference stopped behind 7 tokens, the end-of-sequence id among them.
         count = min(7, max_tokens)
-        assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": count}
+        assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": count, "cached_tokens": 0}
         assert reply["token_ids"] == list(STOPPED.generated[:count])
 
 

@@ -18,25 +18,10 @@ FLEET = StageTime(points=((1, 40.0), (2, 58.0), (4, 88.0), (8, 134.0), (9, 187.0
 # --- stage times --------------------------------------------------------------------------------------------
 
 
-def test_stage_times_are_fitted_by_relative_error() -> None:
-    exact = StageTime.fitted([(rows, 3.0 + 0.5 * rows) for rows in (1, 2, 4, 8, 64)])
-    assert exact is not None
-    assert (exact.fixed, exact.per_row) == (pytest.approx(3.0), pytest.approx(0.5))
-    # An error of the long frame counts as much as one of the same share of the short one.
-    bent = StageTime.fitted([(1, 1.0), (8, 1.7), (64, 14.6)])
-    assert bent is not None
-    assert all(abs(bent.of(rows) / time - 1) < 0.35 for rows, time in ((1, 1.0), (8, 1.7), (64, 14.6)))
-    # Through the origin at least: no frame takes less than nothing.
-    steep = StageTime.fitted([(1, 0.1), (8, 2.0)])
-    assert steep is not None
-    assert steep.fixed == 0.0
-
-
 @pytest.mark.parametrize(
     "measured", [[], [(4, 1.0)], [(4, 1.0), (4, 1.1)], [(1, 2.0), (8, 1.0)], [(1, 0.0), (8, 0.0)]]
 )
-def test_times_that_say_nothing_are_no_line_and_no_table(measured: list[tuple[int, float]]) -> None:
-    assert StageTime.fitted(measured) is None
+def test_times_that_say_nothing_are_no_table(measured: list[tuple[int, float]]) -> None:
     assert StageTime.measured(measured) is None
 
 
