@@ -46,7 +46,8 @@ ALLOWED = {
     "keys": {"errors", "types", "transport"},
     "discovery": {"errors", "types", "wire"},
     "catalog": {"errors", "types"},
-    "client": {"errors", "types", "wire", "transport", "discovery", "keys"},
+    "asking": {"errors", "types", "wire"},
+    "client": {"errors", "types", "wire", "transport", "discovery", "keys", "asking"},
     "planning": {"errors", "types", "models", "engine", "matrices"},
     "doctor": {
         *("errors", "types", "config", "wire", "models", "shards", "engine", "transport", "discovery"),
@@ -56,7 +57,7 @@ ALLOWED = {
     "local": {"errors", "types"},
     "bench": {
         *("errors", "types", "wire", "client", "node", "local", "simulate", "workload"),
-        *("models", "matrices", "shards", "planning"),
+        *("models", "matrices", "shards", "planning", "transport"),
     },
     "workload": {"errors"},
     "simulate": {"errors", "types", "wire", "ring", "planning", "models", "engine", "workload"},

@@ -12,11 +12,11 @@ from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
-from cascadia_p2p.client import Client
+from cascadia_p2p.client import Client, node_keys
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
+from cascadia_p2p.discovery.interfaces import nearest
 from cascadia_p2p.discovery.lookup import find_nodes_sync
 from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError, UsageError, WireError
-from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
@@ -47,9 +47,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(flags_of(args), file=args.config)
     if args.peer is not None and config.endpoint is not None:
         raise UsageError("give --endpoint or --peer, not both")
-    key = find_client_key(config.fleet, key=config.key)
-    # A client's key opens the client port only.
-    keys = None if key is None or key.client is not None else Keys(key.pair, key.server)
+    keys = node_keys(config.fleet, config.key)
     peer = None if args.peer is None else Endpoint.parse(args.peer)
     body = _with_work(_ask(config, keys, peer, args.timeout), keys)
     if args.json:
@@ -103,7 +101,7 @@ def _ask(config: Config, keys: Keys | None, peer: Endpoint | None, timeout_s: fl
     for each in found:
         for client in each.clients:
             try:
-                return _ask_head(client, config, timeout_s)
+                return _ask_head(nearest(client), config, timeout_s)
             except NotAdmittedError as error:
                 refusal = error
             except (UnreachableError, WireError):

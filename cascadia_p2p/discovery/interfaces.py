@@ -15,7 +15,15 @@ import psutil
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.types import Endpoint
 
-__all__ = ["Address", "Interface", "choose_address", "list_interfaces", "route_to", "unreachable_sentence"]
+__all__ = [
+    "Address",
+    "Interface",
+    "choose_address",
+    "list_interfaces",
+    "nearest",
+    "route_to",
+    "unreachable_sentence",
+]
 
 _SYSTEM = Path("/sys/class/net")
 _DOWN = {"down", "lowerlayerdown", "notpresent", "dormant"}
@@ -98,6 +106,12 @@ def list_interfaces(system: Path = _SYSTEM) -> list[Interface]:
             )
         )
     return found
+
+
+def nearest(endpoint: Endpoint) -> Endpoint:
+    """An address to reach a port by: 127.0.0.1 when it is on this machine."""
+    own = {address for interface in list_interfaces() for address in interface.addresses}
+    return Endpoint("127.0.0.1", endpoint.port) if endpoint.host in own else endpoint
 
 
 def choose_address(bind: str | None, interfaces: Sequence[Interface]) -> Address:

@@ -195,11 +195,12 @@ def _waited_too_long(waited: float, queue_s: float, missing: Sequence[int]) -> R
     return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=queue_s)
 
 
-def ring_incomplete(reason: str, missing: Sequence[int]) -> RequestError:
+def ring_incomplete(reason: str, missing: Sequence[int], retry_after_s: float | None = None) -> RequestError:
     """The error of requests that a ring with missing shards can not answer."""
     named = (
         f"; missing: {'shard' if len(missing) == 1 else 'shards'} {', '.join(map(str, missing))}"
         if missing
         else ""
     )
-    return RequestError(ErrorCode.RING_INCOMPLETE, f"the ring is incomplete: {reason}{named}")
+    text = f"the ring is incomplete: {reason}{named}"
+    return RequestError(ErrorCode.RING_INCOMPLETE, text, retry_after_s=retry_after_s)

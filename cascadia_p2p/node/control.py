@@ -40,6 +40,9 @@ REMIND_S: Final = 60.0
 LINE_S: Final = 0.2
 """Least time between two lines about doors: a stranger must not fill the log."""
 
+NAMELESS: Final = 8
+"""Of so many who had hung up before their address could be read, one is spoken of."""
+
 MAX_REMINDERS: Final = 256
 
 _log = structlog.get_logger()
@@ -103,6 +106,7 @@ class ControlPlane:
         self._door = door
         self._reminders: OrderedDict[str, float] = OrderedDict()
         self._line_at = float("-inf")
+        self._nameless = 0
         self.strangers = 0
         """Connections that were turned away at this node's door."""
         self._greeting = greeting
@@ -258,6 +262,11 @@ class ControlPlane:
     def _turned_away(self, stranger: Stranger) -> None:
         self.strangers += 1
         sentence = self._door.turned_away(stranger)
+        if sentence is not None and not stranger.host:
+            # Who knocks again and again is caught in the act sooner or later.
+            self._nameless += 1
+            if self._nameless % NAMELESS:
+                return
         if sentence is not None:
             self._say_seldom(f"{stranger.host} {stranger.why}", sentence)
 

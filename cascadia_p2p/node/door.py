@@ -121,11 +121,12 @@ class Door:
 
     def turned_away(self, stranger: Stranger) -> str | None:
         """What to say of somebody who knocked; None when it has nothing to do with keys."""
+        host = stranger.host or "an unknown address"
         if self.key is None:
             if stranger.why is not Knock.MECHANISM:
                 return None
             return (
-                f"turned away {stranger.host}: it has a fleet's key, and this node has none. If both belong "
+                f"turned away {host}: it has a fleet's key, and this node has none. If both belong "
                 f"together, copy {FLEET_KEY} from beside that PC's shards to {self.model / FLEET_KEY}"
             )
         has = {
@@ -136,7 +137,7 @@ class Door:
         if has is None:
             return None
         return (
-            f"turned away {stranger.host}: it has {has}. If it is a node of this fleet, copy {self._mine()} "
+            f"turned away {host}: it has {has}. If it is a node of this fleet, copy {self._mine()} "
             "there, "
             f"beside its shards as {FLEET_KEY}"
         )

@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from cascadia_p2p.errors import NotAdmittedError, UnreachableError
+from cascadia_p2p.errors import HeadLostError, LateReplyError, NotAdmittedError, UnreachableError
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.looping import (
     Delivery,
@@ -87,9 +87,9 @@ def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str |
             )
         case Knock.MECHANISM:
             raise NotAdmittedError(
-                f"the head at {endpoint} takes only clients with a key: get one from whoever has the fleet's "
-                "key "
-                "('cascadia-p2p keygen --client NAME' makes it) and name it with --key FILE"
+                f"the head at {endpoint} takes only clients with a key: name one with --key FILE. On a PC of "
+                "the fleet that is fleet.key beside its shards; there 'cascadia-p2p keygen --client NAME' "
+                "makes one for others"
             )
         case Knock.HUNG_UP if keyed:
             return "it has another fleet's key than this PC, or is no head"
@@ -102,14 +102,14 @@ def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
     )
 
 
-def _lost(endpoint: Endpoint) -> UnreachableError:
-    return UnreachableError(
+def _lost(endpoint: Endpoint) -> HeadLostError:
+    return HeadLostError(
         f"the connection to the head node at {endpoint} was lost before its reply: ask again"
     )
 
 
-def _late(endpoint: Endpoint, timeout_s: float) -> UnreachableError:
-    return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
+def _late(endpoint: Endpoint, timeout_s: float) -> LateReplyError:
+    return LateReplyError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
 
 
 def _reply_of(parts: list[bytes]) -> tuple[bytes, bytes] | None:

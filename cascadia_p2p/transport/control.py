@@ -31,7 +31,7 @@ class ControlCall:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """Somebody was turned away at the door: from where, as far as that is known, and why."""
+    """Somebody was turned away at the door: from where (empty when that is not known), and why."""
 
     host: str
     why: Knock
@@ -99,7 +99,7 @@ class ControlServer:
                 host = self._hosts.pop(event.value, "")
                 knock, self._knock = self._knock, None
                 if knock is not None:
-                    self.turned_away(Stranger(host or "an unknown address", knock))
+                    self.turned_away(Stranger(host, knock))
             else:
                 self._knock = failed_handshake(event.event, event.value)
 

@@ -58,7 +58,8 @@ def join(netlab: ModuleType, shards: Shards, tmp_path: Path) -> Iterator[tuple[A
     with netlab.Lab(3, f"n{os.getpid()}") as lab:
 
         def start(host: int, *flags: str) -> Host:
-            arguments = ["join", "--model", str(model), "--fleet", "lab", "--threads", "1", *flags]
+            arguments = ["join", "--model", str(model), "--fleet", "lab", "--threads", "1"]
+            arguments += ["--insecure", *flags]
             arguments += ["--state-dir", str(tmp_path / f"host-{host}"), "--log-format", "json"]
             command = [sys.executable, "-m", "cascadia_p2p", *arguments]
             # The log goes to standard error, which the lab would leave alone.

@@ -63,7 +63,8 @@ def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
 ) -> None:
     node = hosts.lab.cascadia(
         1,
-        *("join", "--model", str(exported), "--fleet", "lab", "--state-dir", str(tmp_path), "--threads", "1"),
+        *("join", "--model", str(exported), "--fleet", "lab", "--insecure"),
+        *("--state-dir", str(tmp_path), "--threads", "1"),
     )
     peer = f"{hosts.lab.ip(1)}:7600"
     flags = ("--fleet", "lab", "--peer", peer)

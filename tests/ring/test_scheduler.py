@@ -7,6 +7,7 @@ import pytest
 from scheduler_world import BLOCK, ModelRing, assert_at_rest, drain, expected, opened, request
 
 from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.ring.operations import Operations
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, Sampling, StreamId
@@ -366,3 +367,16 @@ def test_an_operation_carries_how_its_stream_is_sampled() -> None:
         2**63, 3, 0.5, 0.25, 4,
     ]  # fmt: skip
     assert (start["kind"], start["stream"], start["slot"]) == (OperationKind.START, 2**63, 0)
+
+
+def test_a_frame_has_at_most_four_operations_a_slot_and_one_eviction_an_entry() -> None:
+    operations = Operations()
+    for _ in range(3):
+        operations.evict(5)
+        operations.keep(StreamId(1), 0, 8, 5)
+    operations.evict(5)
+    operations.evict(6)
+    table = operations.take()
+    assert table["kind"].tolist() == [OperationKind.KEEP] * 3 + [OperationKind.EVICT] * 2
+    assert table["entry"].tolist() == [5, 5, 5, 5, 6]
+    assert not len(operations.take())
