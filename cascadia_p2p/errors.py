@@ -6,7 +6,9 @@ CascadiaError (1)
 ├── CapacityError (4)       not enough memory, or no plan fits
 ├── MismatchError (5)       another version, fleet or model
 ├── UnreachableError (6)    nobody answers there
-│   └── NotAdmittedError (6)    its door is closed to this program: no key, another one, or a withdrawn one
+│   ├── NotAdmittedError (6)    its door is closed to this program: no key, another one, or a withdrawn one
+│   ├── HeadLostError (6)       the head went away before its reply
+│   └── LateReplyError (6)      the time for a reply is over
 ├── CheckpointError (1)     a source checkpoint is not what it should be
 ├── ShardError (1)          a file of the exported model is missing, damaged or not ours
 ├── WireError (1)           bytes from the network that are not a valid frame or message
@@ -70,6 +72,14 @@ class UnreachableError(CascadiaError):
 
 class NotAdmittedError(UnreachableError):
     """What listens there does not let this program in, or would speak with it in the clear only."""
+
+
+class HeadLostError(UnreachableError):
+    """The connection to the head ended before its reply."""
+
+
+class LateReplyError(UnreachableError):
+    """The head gave no reply in time."""
 
 
 class CheckpointError(CascadiaError):

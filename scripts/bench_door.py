@@ -83,6 +83,7 @@ async def measure(streams: int, tokens: int, way: str) -> float:
             status=dict,
             missing=list,
             queue_wait_s=60.0,
+            recovery_s=60.0,
             watch=lambda task: None,
         )
         service.start()

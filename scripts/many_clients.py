@@ -26,6 +26,8 @@ from crowds.nodes import Nodes, small_ring
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.transport.network import allow_many_descriptors
 
+PATIENCE_S: Final = 600.0
+
 CLIENT_KB: Final = 96
 """Memory of the head a client: 28 KB were measured for an idle connection; the rest is its request."""
 
@@ -94,7 +96,7 @@ async def visit(nodes: Nodes, args: argparse.Namespace) -> dict[str, Any]:
 
     beside = [asyncio.create_task(each) for each in (watch(), vanish(nodes.endpoint), stall(nodes))]
     noise = asyncio.create_task(garbage(nodes.endpoint, stop))
-    answers, times = await ask_at_once(nodes.endpoint, known, args.clients, args.tokens)
+    answers, times = await ask_at_once(nodes.endpoint, known, args.clients, args.tokens, PATIENCE_S)
     stop.set()
     await asyncio.gather(*beside)
     sent = await noise
@@ -130,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--clients", type=int, default=1000)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=4)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

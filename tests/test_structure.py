@@ -46,7 +46,8 @@ ALLOWED = {
     "keys": {"errors", "types", "transport"},
     "discovery": {"errors", "types", "wire"},
     "catalog": {"errors", "types"},
-    "client": {"errors", "types", "wire", "transport", "discovery", "keys"},
+    "asking": {"errors", "types", "wire"},
+    "client": {"errors", "types", "wire", "transport", "discovery", "keys", "asking"},
     "planning": {"errors", "types", "models", "engine", "matrices"},
     "doctor": {
         *("errors", "types", "config", "wire", "models", "shards", "engine", "transport", "discovery"),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascadia_p2p.errors import UsageError
@@ -63,6 +63,7 @@ def test_the_published_protocol() -> None:
     assert len(LEVELS) == 15
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
 def test_a_quantile_lies_within(values: list[float], share: float) -> None:
     assert min(values) <= quantile(values, share) <= max(values)

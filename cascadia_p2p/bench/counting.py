@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from pydantic import JsonValue
 
 from cascadia_p2p.bench.asking import Asked
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.errors import UnreachableError, UsageError
-from cascadia_p2p.node.query import ask_node
-from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.work import WorkReport, read_work
-
-ANSWER_S: Final = 15.0
-"""How long a node has to answer, in seconds: it may be busy, and counters must not be missed for that."""
 
 _REQUESTS: Final = ("finished", "prompt_tokens", "completion_tokens")
 
@@ -48,40 +43,53 @@ class RingCount:
         epoch: of the ring; another one means that it was formed anew.
         requests: what the head counted of `finished`, `prompt_tokens` and `completion_tokens`.
         nodes: in the ring's order.
+        reused: prompt tokens that kept prefixes saved.
     """
 
     epoch: str
     requests: Mapping[str, int]
     nodes: tuple[NodeCount, ...]
+    reused: int = 0
 
 
-async def count_ring(client: AsyncClient) -> RingCount:
-    """Ask the head, then every node of the ring.
+NodeAsker: TypeAlias = Callable[[Endpoint], Awaitable[dict[str, JsonValue]]]
+"""Asks the node whose control port this is for its status; raises UnreachableError."""
+
+
+async def count_ring(client: AsyncClient, ask: NodeAsker | None) -> RingCount:
+    """Ask the head, then every other node of the ring.
+
+    Args:
+        client: to the head.
+        ask: asks the others; without it the head's counts are all.
 
     Raises:
         UnreachableError: the head does not answer.
     """
     body = await client.status()
     counted, epoch, stages = body.get("requests"), body.get("epoch"), body.get("stages")
+    prefixes = body.get("prefixes")
     rows = [row for row in stages if isinstance(row, dict)] if isinstance(stages, list) else []
-    keys = client.node_keys()
-    nodes = await asyncio.gather(*(_count_node(row, body, keys) for row in rows))
+    if ask is None:
+        rows = [row for row in rows if row.get("node") == body.get("node")]
+    nodes = await asyncio.gather(*(_count_node(row, body, ask) for row in rows))
     requests = counted if isinstance(counted, dict) else {}
     return RingCount(
         epoch=f"{epoch['counter']}@{epoch['head']}" if isinstance(epoch, dict) else "",
         requests={name: _whole(requests.get(name)) for name in _REQUESTS},
         nodes=tuple(nodes),
+        reused=_whole(prefixes.get("tokens_reused")) if isinstance(prefixes, dict) else 0,
     )
 
 
 async def _count_node(
-    row: Mapping[str, JsonValue], head: Mapping[str, JsonValue], keys: Keys | None
+    row: Mapping[str, JsonValue], head: Mapping[str, JsonValue], ask: NodeAsker | None
 ) -> NodeCount:
     stage, node = _whole(row.get("stage")), str(row.get("node"))
     body = head
-    if node != head.get("node"):
+    if ask is not None and node != head.get("node"):
         try:
-            body = await ask_node(Endpoint.parse(str(row.get("control"))), ANSWER_S, keys)
+            body = await ask(Endpoint.parse(str(row.get("control"))))
         except (UnreachableError, UsageError):
             return NodeCount(stage, node)
     thread, cpu = body.get("data_thread"), body.get("cpu_s")
@@ -92,7 +100,8 @@ async def _count_node(
 def faults(before: RingCount, after: RingCount, asked: Sequence[Asked]) -> list[str]:
     """Where counters and answers disagree, a sentence each; empty when all is right.
 
-    Every node computes each prompt token and each answer token but the last, once.
+    Every node computes each prompt token and each answer token but the last, once; what the head says kept
+    prefixes saved is left out.
     """
     if before.epoch != after.epoch:
         return [
@@ -111,7 +120,7 @@ def faults(before: RingCount, after: RingCount, asked: Sequence[Asked]) -> list[
                 f"the head counted {counted} {_WORDS[name]} where {count} came here: does anybody else "
                 "use the ring?"
             )
-    rows = prompt + tokens - len(replies)
+    rows = prompt + tokens - len(replies) - (after.reused - before.reused)
     for old, new in zip(before.nodes, after.nodes, strict=True):
         if old.work is None or new.work is None:
             found.append(f"stage {new.stage} (node {new.node}) did not tell its counters")

@@ -34,7 +34,7 @@ from cascadia_p2p.shards.manifest import (
 )
 from cascadia_p2p.simulate.fleet import Fleet, Hop
 from cascadia_p2p.simulate.study import PolicyName, Study
-from cascadia_p2p.types import Promise
+from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.workload import LevelResult, Protocol
 
 VOCAB: Final = 1024
@@ -97,9 +97,24 @@ class Emulation:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EmulatedRing:
+    """A ring that stands.
+
+    Args:
+        endpoint: where its head serves clients.
+        fleet: its name, that no other fleet has; it has no key.
+        model: that its nodes share.
+    """
+
+    endpoint: Endpoint
+    fleet: str
+    model: EmulatedConfig
+
+
 @contextmanager
-def emulated_ring(emulation: Emulation, tell: Callable[[str], None]) -> Iterator[tuple[str, EmulatedConfig]]:
-    """A ring of one process a stage on 127.0.0.1, ended with the block: the head's client address, the model.
+def emulated_ring(emulation: Emulation, tell: Callable[[str], None]) -> Iterator[EmulatedRing]:
+    """A ring of one process a stage on 127.0.0.1, ended with the block.
 
     Args:
         emulation: what is emulated.
@@ -117,11 +132,11 @@ def emulated_ring(emulation: Emulation, tell: Callable[[str], None]) -> Iterator
         manifest = write_emulated(model, config)
         _write_profiles(state, manifest, config)
         with LocalRing(model, state, flags=flags) as ring:
-            yield _opened(ring, config.layers, tell), config
+            yield EmulatedRing(_opened(ring, config.layers, tell), ring.fleet, config)
             tell("ending the nodes")
 
 
-def _opened(ring: LocalRing, nodes: int, tell: Callable[[str], None]) -> str:
+def _opened(ring: LocalRing, nodes: int, tell: Callable[[str], None]) -> Endpoint:
     """Start the nodes and return the head's client address when the ring is open."""
     tell(f"starting {nodes} nodes that wait instead of computing, on 127.0.0.1")
     for shard in range(nodes):
@@ -138,7 +153,7 @@ def _opened(ring: LocalRing, nodes: int, tell: Callable[[str], None]) -> str:
                 opened.clear()
         if endpoint is not None and len(opened) == nodes:
             tell("the ring is open")
-            return endpoint
+            return Endpoint.parse(endpoint)
     if (words := ring.ended()) is not None:
         raise CascadiaError(f"the emulated ring can not open: {words}")
     raise CascadiaError(

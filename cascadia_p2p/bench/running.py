@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cascadia_p2p.bench.asking import Asked, run_cohort
-from cascadia_p2p.bench.counting import NodeCount, RingCount, count_ring, faults
+from cascadia_p2p.bench.counting import NodeAsker, NodeCount, RingCount, count_ring, faults
 from cascadia_p2p.bench.prompts import Prompts
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.workload import LevelResult, Protocol, level_result
@@ -54,6 +54,7 @@ class LevelReport:
         result: None when no request gave a token.
         faults: what was wrong, a sentence each.
         nodes: what it took on each, in the ring's order.
+        reused_tokens: of prompts, that kept prefixes saved.
         bench_cpu_s: of this process.
         wall_s: from the level's start to its end.
         load: the machine's load average at its end, where there is one.
@@ -65,6 +66,7 @@ class LevelReport:
     result: LevelResult | None
     faults: tuple[str, ...]
     nodes: tuple[NodeLoad, ...]
+    reused_tokens: int
     bench_cpu_s: float
     wall_s: float
     load: float | None
@@ -96,6 +98,7 @@ class Bench:
 
     Args:
         client: to the head.
+        ask: asks its other nodes for their counters; None where they may not be asked.
         protocol: what is asked.
         prompts: the texts or ids.
         judge: what is wrong with each of a level's answers; None where nothing is.
@@ -106,6 +109,7 @@ class Bench:
     """
 
     client: AsyncClient
+    ask: NodeAsker | None
     protocol: Protocol
     prompts: Prompts
     judge: Callable[[Sequence[Asked]], Sequence[str | None]]
@@ -129,9 +133,9 @@ class Bench:
         Raises:
             UnreachableError: the head can not be reached, or went away.
         """
-        begin, before = time.perf_counter(), await count_ring(self.client)
+        begin, before = time.perf_counter(), await count_ring(self.client, self.ask)
         await asyncio.sleep(IDLE_S)
-        after = await count_ring(self.client)
+        after = await count_ring(self.client, self.ask)
         wall = time.perf_counter() - begin
         for old, new in zip(before.nodes, after.nodes, strict=False):
             if old.node == new.node and old.cpu_s is not None and new.cpu_s is not None:
@@ -139,7 +143,7 @@ class Bench:
 
     async def _level(self, streams: int) -> LevelReport:
         count = self.protocol.cohorts(streams)
-        before = await count_ring(self.client)
+        before = await count_ring(self.client, self.ask)
         cpu, begin = time.process_time(), time.perf_counter()
         cohorts: list[list[Asked]] = []
         for cohort in range(count):
@@ -147,7 +151,7 @@ class Bench:
             cohorts.append(await run_cohort(self.client, prompts, self.protocol))
             self._tell_cohort(streams, cohorts, count)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - begin
-        after = await count_ring(self.client)
+        after = await count_ring(self.client, self.ask)
         asked = [each for cohort in cohorts for each in cohort]
         timelines = [[each.timeline for each in cohort if each.timeline is not None] for cohort in cohorts]
         tokens = sum(len(each.reply.token_ids) for each in asked if each.reply is not None)
@@ -156,6 +160,7 @@ class Bench:
             result=level_result(streams, timelines) if any(timelines) else None,
             faults=tuple(self._faults(asked) + faults(before, after, asked)),
             nodes=_loads(before, after, tokens, wall, self.idle_cpu),
+            reused_tokens=after.reused - before.reused,
             bench_cpu_s=cpu,
             wall_s=wall,
             load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,

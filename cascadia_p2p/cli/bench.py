@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from rich.console import Console
 
 from cascadia_p2p.bench.asking import Asked
-from cascadia_p2p.bench.emulation import Emulation, emulated_ring
+from cascadia_p2p.bench.counting import NodeAsker
+from cascadia_p2p.bench.emulation import EmulatedRing, Emulation, emulated_ring
 from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts, Prompts, TextPrompts
 from cascadia_p2p.bench.report import Setting, as_json, as_table, ring_facts
 from cascadia_p2p.bench.running import Bench, LevelReport
@@ -26,18 +27,23 @@ from cascadia_p2p.cli.simulate import profiled_machines
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
+from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.emulated.model import expected_answers
+from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.shards.files import write_whole
-from cascadia_p2p.simulate.placement import even_split
 from cascadia_p2p.simulate.plot import Curve, check_plot, draw
 from cascadia_p2p.simulate.published import NAME, published
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.workload import LEVELS, LevelResult, Protocol, parse_levels
 
 INTERRUPTED = 130
 DEFAULTS = Protocol()
+ANSWER_S = 15.0
+"""How long a node has to answer, in seconds: it may be busy, and counters must not be missed for that."""
+
 
 _console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -102,9 +108,8 @@ def run(args: argparse.Namespace) -> int:
             texts = None if args.prompt_file is None else TextPrompts.read(args.prompt_file)
             return _Command(args, config, levels, protocol, texts).run(config.endpoint)
         emulation = _emulation(args, config, levels, protocol)
-        with emulated_ring(emulation, _tell) as (endpoint, model):
-            command = _Command(args, config, levels, protocol, None, emulation, model)
-            return command.run(Endpoint.parse(endpoint))
+        with emulated_ring(emulation, _tell) as ring:
+            return _Command(args, config, levels, protocol, None, emulation, ring).run(ring.endpoint)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -123,8 +128,9 @@ def _check(args: argparse.Namespace) -> None:
             if given:
                 raise UsageError(f"--{flag} goes with --emulate only: a ring that runs is as it is")
     else:
-        if args.endpoint is not None:
-            raise UsageError("--emulate starts a ring of its own: leave out --endpoint")
+        for flag in ("endpoint", "key"):
+            if getattr(args, flag) is not None:
+                raise UsageError(f"--emulate starts a ring of its own: leave out --{flag}")
         if args.prompt_file is not None:
             raise UsageError("an emulated model has no tokenizer: leave out --prompt-file")
         if not 0.01 <= args.time_scale <= 1000:
@@ -163,7 +169,7 @@ def _emulation(
     )
     promise = Promise(slots, config.context, config.rows)
     machines = profiled_machines(asked, promise)
-    fleet = machines.fleet(tuple(range(machines.count)), even_split(machines))
+    fleet = machines.fleet(tuple(range(machines.count)), machines.split)
     return Emulation.of(fleet, machines.reading.sizes.hidden, promise, args.time_scale)
 
 
@@ -175,7 +181,7 @@ class _Command:
         args, config: from the command line.
         levels, protocol: what is measured.
         texts: the user's own prompts.
-        emulation, model: of an emulated ring.
+        emulation, ring: what is emulated, and where.
     """
 
     args: argparse.Namespace
@@ -184,7 +190,7 @@ class _Command:
     protocol: Protocol
     texts: TextPrompts | None = None
     emulation: Emulation | None = None
-    model: EmulatedConfig | None = None
+    ring: EmulatedRing | None = None
 
     def run(self, endpoint: Endpoint | None) -> int:
         """Measure, then print what there is, however it ended."""
@@ -213,16 +219,21 @@ class _Command:
         self, endpoint: Endpoint | None, settings: list[Setting], reports: list[LevelReport]
     ) -> None:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        config = self.config
-        async with AsyncClient(
-            endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key
-        ) as client:
+        fleet, key = (self.config.fleet, self.config.key) if self.ring is None else (self.ring.fleet, None)
+        found = find_client_key(fleet, key=key)
+        ask: NodeAsker | None = node_asker(None if found is None else Keys(found.pair, found.server))
+        if found is not None and found.client is not None:
+            ask = None
+            _tell("a client's key opens no control ports: only the head's own counts can be looked at")
+        # A refusal is to be seen, not to be waited out.
+        timeout = self.config.timeout
+        async with AsyncClient(endpoint, fleet=fleet, timeout_s=timeout, key=key, retry=False) as client:
             status = await client.status()
             self._require_open(status)
             prompts = self._prompts(status)
             setting = self._setting(started, prompts, status)
             settings.append(setting)
-            bench = Bench(client, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
+            bench = Bench(client, ask, self.protocol, prompts, self._judge, _tell, self._simulated, reports)
             await bench.watch_idle()
             if idle := list(bench.idle_cpu.values()):
                 _tell(f"while nobody asks, the head takes {idle[0]:.1%} of a core, the tail {idle[-1]:.1%}")
@@ -264,9 +275,9 @@ class _Command:
 
     def _judge(self, asked: Sequence[Asked]) -> list[str | None]:
         """Whether emulated stages gave the tokens that they must; of others nothing is known."""
-        if self.model is None:
+        if self.ring is None:
             return [None] * len(asked)
-        return wrong_answers(self.model, asked, self.protocol.tokens)
+        return wrong_answers(self.ring.model, asked, self.protocol.tokens)
 
     def _print(self, setting: Setting, reports: Sequence[LevelReport]) -> None:
         curve = {point.streams: point.decode_tok_s for point in published().curve}
@@ -300,6 +311,11 @@ class _Command:
         if best:
             curves.append(Curve("simulated, software free of cost", best, dashed=True))
         draw(self.args.plot, "streams at once", [*curves, Curve("published", published().curve, dashed=True)])
+
+
+def node_asker(keys: Keys | None) -> NodeAsker:
+    """Asks nodes of the fleet that has these keys; nodes without a key take None."""
+    return lambda endpoint: ask_node(endpoint, ANSWER_S, keys)
 
 
 def wrong_answers(model: EmulatedConfig, asked: Sequence[Asked], tokens: int) -> list[str | None]:

@@ -13,6 +13,7 @@ from cascadia_p2p.cli.generate import add_answer_flags, answer_options
 from cascadia_p2p.cli.terminal import (
     AnswerPrinter,
     forgive_encodings,
+    open_client,
     print_scores,
     read_messages,
     tell_if_waiting,
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask each message that is typed or piped, until there is none; 130 when Ctrl-C ended it."""
     config = load_config(flags_of(args), file=args.config)
     forgive_encodings()
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
+    with open_client(config) as client:
         converse(Talk(client, History(args.system), answer_options(args), reasoning=not args.hide_reasoning))
     return 0
 

@@ -9,11 +9,12 @@ from typing import cast
 from cascadia_p2p.cli.terminal import (
     AnswerPrinter,
     forgive_encodings,
+    open_client,
     print_scores,
     tell_if_waiting,
     tell_place,
 )
-from cascadia_p2p.client import ChatOptions, Client, Options, Prompt, Stream
+from cascadia_p2p.client import ChatOptions, Options, Prompt, Stream
 from cascadia_p2p.config import add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UsageError
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ignore_eos:
         options["ignore_eos"] = True
     messages = _messages(args, prompt)
-    with Client(config.endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key) as client:
+    with open_client(config) as client:
         tell_if_waiting(client)
         if args.stream:
             _print_pieces(

@@ -22,7 +22,6 @@ from cascadia_p2p.simulate.placement import (
     Placement,
     check_order,
     check_split,
-    even_split,
     placements,
 )
 from cascadia_p2p.simulate.plot import Curve, check_plot, draw
@@ -166,7 +165,7 @@ def _subject(args: argparse.Namespace, levels: tuple[int, ...]) -> _Subject:
     else:
         rows = args.rows or _ROWS
         machines = profiled_machines(args, Promise(slots, context, rows))
-    given = Placement("given", tuple(range(machines.count)), even_split(machines))
+    given = Placement("given", tuple(range(machines.count)), machines.split)
     placement = _placement(args, machines, given)
     as_read = is_published and (placement.order, placement.split) == (given.order, given.split)
     fleet = published().fleet() if as_read else machines.fleet(placement.order, placement.split)
@@ -207,7 +206,7 @@ def profiled_machines(args: argparse.Namespace, promise: Promise) -> ProfiledMac
     if len(nodes) > len(reading.sizes.layers):
         raise UsageError(f"{len(nodes)} nodes for a model of {len(reading.sizes.layers)} layers")
     name = args.fleet[0] if len(args.fleet) == 1 else f"{len(nodes)} nodes"
-    return ProfiledMachines(Path(name).name, tuple(nodes), reading, promise)
+    return ProfiledMachines(Path(name).name, tuple(nodes), reading, promise, model.split)
 
 
 def _measured(args: argparse.Namespace) -> list[MeasuredNode]:

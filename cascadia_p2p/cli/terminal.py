@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, TextIO
 
-from cascadia_p2p.client import Client, GenerateReply, StreamPiece
+from pydantic import JsonValue
+
+from cascadia_p2p.client import Client, GenerateReply, StreamPiece, node_keys
+from cascadia_p2p.config import Config
+from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError
+from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import ScoredToken
 
 __all__ = [
     "AnswerPrinter",
     "forgive_encodings",
+    "open_client",
     "print_scores",
     "read_messages",
     "tell_if_waiting",
     "tell_place",
 ]
+
+ASK_S: Final = 5.0
+"""How long a node has to say whether it is the head, in seconds."""
 
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
@@ -102,6 +113,37 @@ def tell_if_waiting(client: Client) -> None:
         print(
             f"the ring is not open yet: it waits for {missing}; the answer comes when it is", file=sys.stderr
         )
+
+
+def open_client(config: Config) -> Client:
+    """A client of the head: found by mDNS, at the address that was given, or known to the node that is there.
+
+    Raises:
+        UnreachableError: nobody is at that address, or a node that knows of no head.
+    """
+    endpoint, seconds = config.endpoint, min(ASK_S, config.timeout)
+    if endpoint is not None:
+        try:
+            with Client(endpoint, fleet=config.fleet, timeout_s=seconds, key=config.key) as client:
+                client.status()
+        except (RequestError, NotAdmittedError) as error:
+            # So a control port answers what clients ask: in words, or by its lock.
+            keys = node_keys(config.fleet, config.key)
+            if isinstance(error, NotAdmittedError) and keys is None:
+                raise
+            endpoint = _head_of(asyncio.run(ask_node(endpoint, seconds, keys)), endpoint)
+    return Client(endpoint, fleet=config.fleet, timeout_s=config.timeout, key=config.key)
+
+
+def _head_of(status: Mapping[str, JsonValue], asked: Endpoint) -> Endpoint:
+    nodes = status.get("nodes")
+    for node in nodes if isinstance(nodes, list) else []:
+        if isinstance(node, dict) and node.get("client"):
+            return Endpoint.parse(str(node["client"]))
+    raise UnreachableError(
+        f"the node at {asked} knows of no head that serves clients: the ring waits for "
+        f"{status.get('waiting_for') or 'its nodes to form it'}"
+    )
 
 
 def tell_place(place: int) -> None:

@@ -102,6 +102,12 @@ class Answer:
             if self._reader is not None:
                 self._reader.add(token)
 
+    def hold(self, ids: Iterable[int]) -> None:
+        """Begin with ids that the client has already, and with the text that they make visible."""
+        self._add(ids)
+        self._take()
+        self._told = len(self._ids)
+
     def piece(self) -> StreamPiece | None:
         """What has become visible since the last piece, or None."""
         shown = self._take()
@@ -141,7 +147,11 @@ class Answer:
             logprobs=self._scores_from(0),
             seed=self._seed,
             finish_reason=finish,
-            usage=Usage(prompt_tokens=len(stream.request.prompt), completion_tokens=len(self._ids)),
+            usage=Usage(
+                prompt_tokens=len(stream.request.prompt),
+                completion_tokens=len(self._ids),
+                cached_tokens=stream.reused,
+            ),
             timings=_timings(stream, len(self._ids)),
             seq=self._seq + 1 if self._request.stream else None,
             final=True if self._request.stream else None,
@@ -219,6 +229,10 @@ class AnswerDesk:
         if max(request.stop_token_ids, default=0) > top:
             text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
             self._refuse(request, f"{text}: this model's ids are 0 to {top}")
+        if max(request.held, default=0) > top:
+            self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
+        if request.held and request.logprobs is not None:
+            self._refuse(request, "field 'held': an answer with 'logprobs' can not go on, only begin anew")
         if max(ids) > top:
             text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
             self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")
@@ -232,8 +246,12 @@ class AnswerDesk:
         reader = None if splitter is None else ReplyReader(splitter, request.stop or ())
         sampling = _sampling(request)
         seed = None if sampling is GREEDY else sampling.seed
-        asked = StreamRequest(stream, ids, request.max_tokens, stops, sampling, request.logprobs or 0)
-        return asked, Answer(request, reader, self._tokenizer, seed)
+        asked = StreamRequest(
+            stream, ids, request.max_tokens, stops, sampling, request.logprobs or 0, request.held
+        )
+        answer = Answer(request, reader, self._tokenizer, seed)
+        answer.hold(request.held)
+        return asked, answer
 
     def _read(self, request: GenerateRequest) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
         """The prompt's ids, the ids that end an answer to it, and what splits that into its parts."""

@@ -118,26 +118,12 @@ class HeadConductor:
         """What prefix reuse has done; any thread may read any field at any time."""
         return self._scheduler.prefix_counts
 
-    def submit(
-        self,
-        request: StreamRequest,
-        refused: Callable[[StreamId, RequestError], None],
-        placed: Callable[[StreamId, int], None] | None = None,
-    ) -> None:
-        """Queue a stream.
-
-        Args:
-            request: the stream.
-            refused: called instead when there is no place for it.
-            placed: told how many streams wait before it.
-        """
+    def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
+        """Queue a stream; `refused` is called instead when there is no place for it."""
         try:
-            place = self._scheduler.submit(request, time.monotonic())
+            self._scheduler.submit(request, time.monotonic())
         except RequestError as error:
             refused(request.stream, error)
-        else:
-            if placed is not None:
-                placed(request.stream, place)
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
         """End a stream with `error`, unless it has ended."""
@@ -209,11 +195,12 @@ def _waited_too_long(waited: float, queue_s: float, missing: Sequence[int]) -> R
     return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=queue_s)
 
 
-def ring_incomplete(reason: str, missing: Sequence[int]) -> RequestError:
+def ring_incomplete(reason: str, missing: Sequence[int], retry_after_s: float | None = None) -> RequestError:
     """The error of requests that a ring with missing shards can not answer."""
     named = (
         f"; missing: {'shard' if len(missing) == 1 else 'shards'} {', '.join(map(str, missing))}"
         if missing
         else ""
     )
-    return RequestError(ErrorCode.RING_INCOMPLETE, f"the ring is incomplete: {reason}{named}")
+    text = f"the ring is incomplete: {reason}{named}"
+    return RequestError(ErrorCode.RING_INCOMPLETE, text, retry_after_s=retry_after_s)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.finished import Finished, FinishedAnswers
 from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
@@ -55,6 +56,9 @@ PLACE_S: Final = 0.05
 
 PLACES_S: Final = 1.0
 """Least time between two words of a place."""
+
+AGAIN_S: Final = 0.5
+"""When to ask again where a head leaves, in seconds."""
 
 _log = structlog.get_logger()
 
@@ -156,6 +160,8 @@ class HeadService:
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
         self._draining: RequestError | None = None
+        self._keyed: dict[str, StreamId] = {}
+        self._finished = FinishedAnswers()
         self.counts = HeadCounts()
 
     @property
@@ -177,7 +183,8 @@ class HeadService:
 
     def drain(self, reason: str) -> None:
         """Start nothing more; what runs goes on."""
-        self._draining = ring_incomplete(f"its head takes nothing new: {reason}; ask again soon", ())
+        text = f"its head takes nothing new: {reason}; ask again soon"
+        self._draining = ring_incomplete(text, (), AGAIN_S)
         self._data.call(partial(self._conductor.drop_waiting, self._draining))
 
     def start(self) -> None:
@@ -191,7 +198,7 @@ class HeadService:
 
     async def close(self, reason: str) -> None:
         """Answer everybody who still waits, then unbind."""
-        error = ring_incomplete(reason, self._missing())
+        error = ring_incomplete(reason, self._missing(), AGAIN_S)
         for stream in list(self._pending):
             self._data.call(lambda stream=stream: self._conductor.drop(stream, error))  # type: ignore[misc]
             self._fail(stream, error)
@@ -271,7 +278,9 @@ class HeadService:
 
     def _generate(self, route: Route, request: GenerateRequest, *, one_reply: bool) -> None:
         if self._draining is not None:
-            raise RequestError(self._draining.code, self._draining.message, request_id=request.id)
+            raise RequestError(
+                self._draining.code, self._draining.message, request_id=request.id, retry_after_s=AGAIN_S
+            )
         if request.id is not None and self._find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
@@ -316,7 +325,31 @@ class HeadService:
         if self._remove(stream) is not None:
             self._refuse(pending.route, failure)
 
+    def _resume(self, accepted: StreamRequest, pending: _Pending) -> bool:
+        """Take up what was asked before under the same key; whether the answer is complete already."""
+        key, answer, held = pending.request.key, pending.answer, accepted.held
+        if answer is None:
+            return False
+        if key is not None:
+            before = self._keyed.get(key)
+            if before is not None and before != accepted.stream and self._remove(before) is not None:
+                self._drop(before, "the request was asked again")
+            self._keyed[key] = accepted.stream
+            done = self._finished.find(key, accepted.prompt, held, self._loop.time())
+            if done is not None:
+                answer.take(done.stream.ids[len(accepted.prompt) + len(held) :])
+                self._finish(pending, answer, replace(done.stream, request=accepted), done.finish)
+                return True
+        stopped = answer.stopped or (held and held[-1] in accepted.stop_ids)
+        if not stopped and len(held) < accepted.max_tokens:
+            return False
+        stream = Stream(accepted, [*accepted.prompt, *held], submitted_at=self._loop.time())
+        self._finish(pending, answer, stream, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        return True
+
     def _submit(self, accepted: StreamRequest, pending: _Pending) -> None:
+        if self._resume(accepted, pending):
+            return
         self.counts.accepted += 1
         pending.positions = len(accepted.prompt) + accepted.max_tokens
         self._ask_places(PLACE_S)
@@ -332,6 +365,8 @@ class HeadService:
         if piece is not None and pending.request.stream:
             self._outbox.send(pending.route, encode_flat(piece))
         reply = answer.reply(stream, finish)
+        if (key := pending.request.key) is not None:
+            self._finished.keep(key, Finished(stream, finish), self._loop.time())
         self.counts.finished += 1
         self.counts.prompt_tokens += reply.usage.prompt_tokens
         self.counts.completion_tokens += reply.usage.completion_tokens
@@ -364,6 +399,8 @@ class HeadService:
         pending = self._pending.pop(stream, None)
         if pending is None:
             return None
+        if (key := pending.request.key) is not None and self._keyed.get(key) == stream:
+            del self._keyed[key]
         connection = pending.route.connection
         self._of_connection[connection].discard(stream)
         if not self._of_connection[connection]:

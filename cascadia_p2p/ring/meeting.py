@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cascadia_p2p.errors import MismatchError
-from cascadia_p2p.ring.actions import Abandon, Answer, DropPeer, Fatal, Retry, Route
+from cascadia_p2p.ring.actions import Abandon, Answer, Dial, DropPeer, Fatal, Retry, Route
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.greeting import (
     ENDING,
@@ -140,6 +140,8 @@ class Meeting:
             core.act(Answer(link, core.welcome()))
         if outcome is Admission.KNOWN:
             return
+        # Only the end of a connection that this node dialled shows at once that a process has ended.
+        core.act(Dial(intro.control))
         shard = (
             "no shard yet" if intro.claim.shard is None else f"shard {intro.claim.shard} {intro.claim.state}"
         )

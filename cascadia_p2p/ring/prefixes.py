@@ -18,10 +18,12 @@ promised it, so this is on the safe side. With no entry at all every stream has 
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+from zlib import crc32
 
 from cascadia_p2p.types import Promise, StreamId
 
@@ -31,7 +33,8 @@ BLOCK: Final = 64
 MAX_SEEN: Final = 16_384
 """Blocks of prompts that are remembered as seen."""
 
-Ids: TypeAlias = tuple[int, ...]
+Chunk: TypeAlias = bytes
+"""The ids of one block, as they lie in memory: four bytes each."""
 
 
 @dataclass(slots=True)
@@ -69,8 +72,8 @@ class _Node:
     """A block end in the tree of kept prefixes."""
 
     parent: _Node | None = None
-    ids: Ids = ()
-    children: dict[Ids, _Node] = field(default_factory=dict)
+    ids: Chunk = b""
+    children: dict[Chunk, _Node] = field(default_factory=dict)
     entry: Entry | None = None
 
 
@@ -174,7 +177,7 @@ class Prefixes:
             Its holding; the entry that it starts from, if one is kept; numbers of entries to evict first.
         """
         block = self._block
-        chunks = [tuple(ids[at : at + block]) for at in range(0, (len(ids) - 1) // block * block, block)]
+        chunks = _chunks(ids, (len(ids) - 1) // block * block, block)
         entry = self._longest(chunks) if attach else None
         shared = 0 if entry is None else entry.position
         need = self._blocks(min(len(ids) + tokens, self._context))
@@ -257,7 +260,7 @@ class Prefixes:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _longest(self, chunks: Sequence[Ids]) -> Entry | None:
+    def _longest(self, chunks: Sequence[Chunk]) -> Entry | None:
         found, node = None, self._root
         for chunk in chunks:
             below = node.children.get(chunk)
@@ -267,12 +270,12 @@ class Prefixes:
             found = node.entry or found
         return found
 
-    def _seen_before(self, chunks: Sequence[Ids]) -> int:
+    def _seen_before(self, chunks: Sequence[Chunk]) -> int:
         """How many first blocks were seen in an earlier prompt; remembers these."""
         chain, known, seen = 0, 0, self._seen
         for number, chunk in enumerate(chunks, 1):
             # A hint only: what is attached is compared id by id.
-            chain = hash((chain, chunk))
+            chain = crc32(chunk, chain)
             if chain in seen:
                 known = number
                 seen.move_to_end(chain)
@@ -285,15 +288,15 @@ class Prefixes:
     def _find(self, ids: Sequence[int], position: int) -> _Node | None:
         """The block end behind these first positions, if anything is kept there or behind it."""
         node: _Node | None = self._root
-        for at in range(0, position, self._block):
-            node = None if node is None else node.children.get(tuple(ids[at : at + self._block]))
+        for chunk in _chunks(ids, position, self._block):
+            if node is not None:
+                node = node.children.get(chunk)
         return node
 
     def _node(self, ids: Sequence[int], position: int) -> _Node:
         """The same, put into the tree if it is not there."""
         node = self._root
-        for at in range(0, position, self._block):
-            chunk = tuple(ids[at : at + self._block])
+        for chunk in _chunks(ids, position, self._block):
             below = node.children.get(chunk)
             if below is None:
                 below = node.children[chunk] = _Node(node, chunk)
@@ -352,3 +355,10 @@ class Prefixes:
 
     def _blocks(self, positions: int) -> int:
         return -(-positions // self._block)
+
+
+def _chunks(ids: Sequence[int], position: int, block: int) -> list[Chunk]:
+    """The first `position` ids, block by block."""
+    packed = array("i", ids[:position]).tobytes()
+    step = 4 * block
+    return [packed[at : at + step] for at in range(0, 4 * position, step)]

@@ -143,15 +143,16 @@ class Scheduler:
             RequestError: `overloaded` when the queue is full, `context_overflow` when an open ring can not
                 hold the prompt.
         """
-        if self._ring is not None and len(request.prompt) > self._ring.promise.context:
-            raise _overflow(len(request.prompt), self._ring.promise.context)
+        ids = [*request.prompt, *request.held]
+        if self._ring is not None and len(ids) > self._ring.promise.context:
+            raise _overflow(len(ids), self._ring.promise.context)
         if len(self._waiting) >= self.policy.queue_limit:
             raise RequestError(
                 ErrorCode.OVERLOADED,
                 f"{len(self._waiting)} requests wait already, the most this node queues: try again later",
                 retry_after_s=self.retry_after(now),
             )
-        self._waiting[request.stream] = Stream(request, list(request.prompt), submitted_at=now)
+        self._waiting[request.stream] = Stream(request, ids, submitted_at=now)
         return len(self._waiting) - 1
 
     def retry_after(self, now: float) -> float:

@@ -24,6 +24,7 @@ class StreamRequest:
         stop_ids: a generated id among these ends the answer and is its last id.
         sampling: how its tokens are chosen.
         alternatives: likeliest tokens to be named beside each of its own.
+        held: ids that were generated for this request earlier; they count as such.
     """
 
     stream: StreamId
@@ -32,6 +33,7 @@ class StreamRequest:
     stop_ids: frozenset[int] = frozenset()
     sampling: Sampling = GREEDY
     alternatives: int = 0
+    held: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,10 @@ class Machines(Protocol):
     def heavy(self) -> Sequence[bool]:
         """Whether each layer is one of those that fill a machine's memory."""
 
+    @property
+    def split(self) -> Split:
+        """Layers of each place, as they stand."""
+
     def costs(self, machine: int, rows: int) -> F64:
         """Seconds for layers i to j - 1 at [i, j]; infinite where there is no layer."""
 
@@ -66,7 +70,7 @@ class Placement:
 
 
 def placements(machines: Machines, most: int | None = None, rows: int = ROWS) -> list[Placement]:
-    """The given order with an even split, and what the best order, the best split and both make of it.
+    """The machines as they stand, and what the best order, the best split and both make of it.
 
     Args:
         machines: to be placed.
@@ -76,14 +80,14 @@ def placements(machines: Machines, most: int | None = None, rows: int = ROWS) ->
     Raises:
         UsageError: the machines can not hold the model so.
     """
-    given, even = tuple(range(machines.count)), even_split(machines)
+    given = tuple(range(machines.count))
     costs = [_bounded(machines, machine, rows, most) for machine in given]
-    order = best_order([machines.costs(machine, rows) for machine in given], even)
+    order = best_order([machines.costs(machine, rows) for machine in given], machines.split)
     free, split = best_order_and_split(costs, order)
     return [
-        Placement("given order, even split", given, even),
-        Placement("best order, even split", order, even),
-        Placement("given order, best split", given, _split_of(costs)),
+        Placement("as given", given, machines.split),
+        Placement("best order", order, machines.split),
+        Placement("best split", given, _split_of(costs)),
         Placement("best order and split", free, split),
     ]
 

@@ -14,7 +14,7 @@ from cascadia_p2p.planning.predict import hop_times
 from cascadia_p2p.planning.split import F64, Split
 from cascadia_p2p.planning.stagetime import Reading, StageTimes
 from cascadia_p2p.simulate.fleet import Fleet, Hop, Stage
-from cascadia_p2p.simulate.placement import Order
+from cascadia_p2p.simulate.placement import Order, even_split
 from cascadia_p2p.simulate.tables import StageTable
 from cascadia_p2p.types import Promise
 
@@ -30,12 +30,14 @@ class ProfiledMachines:
         nodes: what was measured.
         reading: of the model.
         promise: what each can hold.
+        exported: the split that the model was exported with.
     """
 
     name: str
     nodes: tuple[MeasuredNode, ...]
     reading: Reading
     promise: Promise
+    exported: Split | None = None
 
     @property
     def count(self) -> int:
@@ -46,6 +48,13 @@ class ProfiledMachines:
     def layers(self) -> int:
         """Of the model."""
         return len(self.reading.sizes.layers)
+
+    @property
+    def split(self) -> Split:
+        """Layers of each place: as exported, if that was for so many machines, else evenly many."""
+        if self.exported is not None and len(self.exported) == self.count:
+            return self.exported
+        return even_split(self)
 
     @property
     def heavy(self) -> tuple[bool, ...]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cascadia_p2p.planning.split import F64, Split, nothing_backwards
 from cascadia_p2p.simulate.fleet import Fleet, Stage
-from cascadia_p2p.simulate.placement import Order
+from cascadia_p2p.simulate.placement import Order, even_split
 from cascadia_p2p.simulate.published import Published
 from cascadia_p2p.simulate.tables import StageTable, published_padding
 
@@ -55,6 +55,11 @@ class PublishedMachines:
     def layers(self) -> int:
         """Of the model."""
         return self.numbers.layers
+
+    @property
+    def split(self) -> Split:
+        """Layers of each place, as they stood."""
+        return even_split(self)
 
     @property
     def heavy(self) -> tuple[bool, ...]:

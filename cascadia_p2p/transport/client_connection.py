@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from cascadia_p2p.errors import NotAdmittedError, UnreachableError
+from cascadia_p2p.errors import HeadLostError, LateReplyError, NotAdmittedError, UnreachableError
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.looping import (
     Delivery,
@@ -102,14 +102,14 @@ def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
     )
 
 
-def _lost(endpoint: Endpoint) -> UnreachableError:
-    return UnreachableError(
+def _lost(endpoint: Endpoint) -> HeadLostError:
+    return HeadLostError(
         f"the connection to the head node at {endpoint} was lost before its reply: ask again"
     )
 
 
-def _late(endpoint: Endpoint, timeout_s: float) -> UnreachableError:
-    return UnreachableError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
+def _late(endpoint: Endpoint, timeout_s: float) -> LateReplyError:
+    return LateReplyError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
 
 
 def _reply_of(parts: list[bytes]) -> tuple[bytes, bytes] | None:

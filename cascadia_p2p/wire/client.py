@@ -40,6 +40,7 @@ EFFORT_WORDS: Final = ("none", "minimal", "low", "medium", "high", "max")
 RequestId = Annotated[str, Field(max_length=MAX_ID_LENGTH)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=MAX_IDS, fail_fast=True)]
+RequestKey = Annotated[str, Field(pattern=r"^[0-9a-f]{32,128}$")]
 StopIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=MAX_STOP_IDS, fail_fast=True)]
 
 
@@ -145,6 +146,10 @@ class GenerateRequest(Message):
             for 0, False or None for no logprobs.
         stream: send the answer in pieces.
         acks: the client tells which pieces it has read (`AckRequest`); goes with `stream`.
+        key: names the request beyond its connection, at least 128 random bits: asked for again with it, it
+            replaces what still runs of it, and an answer that is complete is not computed again.
+        held: ids of the answer that the client has already, from an earlier connection: the answer goes on
+            behind them. They count as generated.
     """
 
     op: Literal["generate"] = "generate"
@@ -165,6 +170,8 @@ class GenerateRequest(Message):
     logprobs: Alternatives = None
     stream: bool = False
     acks: bool = False
+    key: RequestKey | None = None
+    held: TokenIds = ()
 
 
 class AckRequest(Message):
@@ -201,12 +208,13 @@ class Reply(Message):
 
 
 class Usage(Message):
-    """Token counts of one request."""
+    """Token counts of one request; of the prompt's, `cached_tokens` were known from an earlier one."""
 
     model_config = ConfigDict(extra="ignore")
 
     prompt_tokens: Annotated[int, Field(ge=0)]
     completion_tokens: Annotated[int, Field(ge=0)]
+    cached_tokens: Annotated[int, Field(ge=0)] = 0
 
 
 class Timings(Message):

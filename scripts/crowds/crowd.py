@@ -208,7 +208,7 @@ class Crowd:
 
 
 async def ask_at_once(
-    endpoint: str, known: Sequence[Known], clients: int, tokens: int
+    endpoint: str, known: Sequence[Known], clients: int, tokens: int, patience_s: float = PATIENCE_S
 ) -> tuple[Counter[str], list[float]]:
     """A REQ socket a client, all at once: how they were answered, and when, in seconds."""
     context = zmq.asyncio.Context()
@@ -227,7 +227,7 @@ async def ask_at_once(
         body = {"token_ids": each.ids, "max_tokens": tokens, "ignore_eos": True, "id": str(number)}
         try:
             await socket.send(json.dumps(body).encode())
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 reply = json.loads(await socket.recv())
             times.append(loop.time() - started)
             seen[reply["id"]] += 1

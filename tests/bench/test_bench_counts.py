@@ -55,6 +55,13 @@ def test_a_row_too_few_or_too_many_names_the_stage(rows: int) -> None:
     assert fault == f"stage 1 (node node1) computed {rows} rows where these answers need {ROWS}"
 
 
+def test_what_kept_prefixes_saved_is_not_missed() -> None:
+    saved = 2 * PROMPT
+    after = replace(ring(10, (100 + ROWS - saved, 50 + ROWS - saved)), reused=saved)
+    assert faults(BEFORE, after, asked(3)) == []
+    assert len(faults(BEFORE, replace(after, reused=saved - 1), asked(3))) == 2
+
+
 @pytest.mark.parametrize("name", ["finished", "prompt_tokens", "completion_tokens"])
 def test_a_count_of_the_head_that_is_another_is_named(name: str) -> None:
     after = replace(AFTER, requests={**AFTER.requests, name: AFTER.requests[name] + 1})

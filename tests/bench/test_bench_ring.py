@@ -12,10 +12,10 @@ import pytest
 from cli.conftest import Run, run
 
 from cascadia_p2p.bench.asking import Asked
-from cascadia_p2p.bench.emulation import VOCAB, Emulation, emulated_ring
-from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts
+from cascadia_p2p.bench.emulation import VOCAB, EmulatedRing, Emulation, emulated_ring
+from cascadia_p2p.bench.prompts import ID_PROMPT, IdPrompts, Prompts
 from cascadia_p2p.bench.running import Bench, LevelReport
-from cascadia_p2p.cli.bench import wrong_answers
+from cascadia_p2p.cli.bench import node_asker, wrong_answers
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.simulate.fleet import Fleet, Hop, Stage, even_hops
@@ -40,29 +40,29 @@ def fleet() -> Fleet:
     return Fleet("three", stages, even_hops(3, Hop(0.0005, 0.0002)), Promise(SLOTS, 256, 8))
 
 
-@dataclass(frozen=True)
-class Standing:
-    endpoint: str
-    model: EmulatedConfig
-
-
 @pytest.fixture(scope="module")
-def ring() -> Iterator[Standing]:
+def ring() -> Iterator[EmulatedRing]:
     said: list[str] = []
-    with emulated_ring(Emulation(fleet(), 6144), said.append) as (endpoint, model):
-        yield Standing(endpoint, model)
+    with emulated_ring(Emulation(fleet(), 6144), said.append) as made:
+        yield made
     assert said[0].startswith("starting 3 nodes")
 
 
-def measure(ring: Standing, *levels: int, model: EmulatedConfig | None = None) -> list[LevelReport]:
+def measure(
+    ring: EmulatedRing,
+    *levels: int,
+    model: EmulatedConfig | None = None,
+    prompts: Prompts | None = None,
+    protocol: Protocol = PROTOCOL,
+) -> list[LevelReport]:
     async def go() -> list[LevelReport]:
         async with AsyncClient(ring.endpoint) as client:
-            judged = model or ring.model
+            judged, asking = model or ring.model, prompts or IdPrompts(VOCAB)
 
             def judge(asked: Sequence[Asked]) -> list[str | None]:
-                return wrong_answers(judged, asked, TOKENS)
+                return wrong_answers(judged, asked, protocol.tokens)
 
-            bench = Bench(client, PROTOCOL, IdPrompts(VOCAB), judge, lambda sentence: None)
+            bench = Bench(client, node_asker(None), protocol, asking, judge, lambda sentence: None)
             await bench.run(levels)
             return bench.levels
 
@@ -81,7 +81,7 @@ def rate(level: LevelReport) -> float:
     return level.result.decode_tok_s
 
 
-def test_answers_and_counts_are_right(ring: Standing) -> None:
+def test_answers_and_counts_are_right(ring: EmulatedRing) -> None:
     (six,) = measure(ring, 6)
     assert six.faults == ()
     assert six.result is not None
@@ -97,7 +97,7 @@ def test_answers_and_counts_are_right(ring: Standing) -> None:
 
 
 @pytest.mark.parametrize("streams", [1, 6])
-def test_rates_are_near_those_of_the_simulator(ring: Standing, streams: int) -> None:
+def test_rates_are_near_those_of_the_simulator(ring: EmulatedRing, streams: int) -> None:
     best, possible = 0.0, simulated(streams)
     for _ in range(5):
         (level,) = measure(ring, streams)
@@ -109,7 +109,7 @@ def test_rates_are_near_those_of_the_simulator(ring: Standing, streams: int) -> 
     assert best > 0.75 * possible
 
 
-def test_another_client_of_the_ring_is_noticed(ring: Standing) -> None:
+def test_another_client_of_the_ring_is_noticed(ring: EmulatedRing) -> None:
     async def both() -> list[LevelReport]:
         other = asyncio.create_task(_ask_once(ring))
         levels = await asyncio.to_thread(measure, ring, 2)
@@ -121,23 +121,40 @@ def test_another_client_of_the_ring_is_noticed(ring: Standing) -> None:
     assert any(fault.startswith("stage 2") and "rows where" in fault for fault in level.faults)
 
 
-async def _ask_once(ring: Standing) -> None:
+@dataclass(frozen=True)
+class Same:
+    """The same prompt for all, of three blocks of 64 and two ids."""
+
+    words: str = "one prompt"
+
+    def of(self, streams: int, request: int) -> tuple[int, ...]:
+        return tuple(range(3 * 64 + 2))
+
+
+def test_kept_prefixes_are_counted_and_change_no_answer(ring: EmulatedRing) -> None:
+    (level,) = measure(ring, 1, prompts=Same(), protocol=Protocol(tokens=8, least_requests=3))
+    assert level.faults == ()
+    assert level.reused_tokens == 2 * 3 * 64
+    assert [node.rows for node in level.nodes] == [3 * 64 + 2 + 7 + 2 * (2 + 7)] * 3
+
+
+async def _ask_once(ring: EmulatedRing) -> None:
     async with AsyncClient(ring.endpoint) as client:
         # In the middle of the level, which takes a second.
         await asyncio.sleep(0.3)
         await client.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
 
 
-def test_answers_of_other_stages_are_noticed(ring: Standing) -> None:
+def test_answers_of_other_stages_are_noticed(ring: EmulatedRing) -> None:
     other = EmulatedConfig(16, VOCAB, 256, ((0.0,),) * 4, (0.0,), ((0.0,),) * 4)
     (level,) = measure(ring, 2, model=other)
     assert [fault.partition(":")[0] for fault in level.faults] == ["request 0", "request 1"]
     assert "wrong from token" in level.faults[0]
 
 
-def test_the_command_measures_a_ring_that_runs(ring: Standing, run: Run, tmp_path: Path) -> None:
+def test_the_command_measures_a_ring_that_runs(ring: EmulatedRing, run: Run, tmp_path: Path) -> None:
     asked = ("--levels", "2,8", "--tokens", 8, "--requests", 1, "--note", "a try")
-    done = run("bench", "--endpoint", ring.endpoint, *asked, "--json", tmp_path / "out.json")
+    done = run("bench", "--endpoint", ring.endpoint.tcp, *asked, "--json", tmp_path / "out.json")
     assert done.code == 0, done.err
     body = json.loads((tmp_path / "out.json").read_bytes())
     assert body["note"] == "a try"
@@ -151,9 +168,14 @@ def test_the_command_measures_a_ring_that_runs(ring: Standing, run: Run, tmp_pat
     assert f"holds {SLOTS} streams at once" in done.err
 
 
-def test_a_table_has_a_line_a_level(ring: Standing, run: Run) -> None:
-    done = run("bench", "--endpoint", ring.endpoint, "--levels", "1", "--tokens", 2, "--requests", 1)
+def test_a_table_has_a_line_a_level_and_the_curve_is_drawn(
+    ring: EmulatedRing, run: Run, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    asked = ("--levels", "1", "--tokens", 2, "--requests", 1, "--plot", tmp_path / "curve.png")
+    done = run("bench", "--endpoint", ring.endpoint.tcp, *asked)
     assert done.code == 0, done.err
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     head, line = [line.split() for line in done.out.splitlines() if line.strip()]
     assert head[0] == "streams"
     assert line[0] == "1"

@@ -63,7 +63,7 @@ def test_generate_json_is_the_whole_reply(run: Run, at: tuple[str, str]) -> None
     reply = json.loads(done.out)
     assert reply["token_ids"] == list(STOPPED.generated[:5])
     assert reply["finish_reason"] == "length"
-    assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": 5}
+    assert reply["usage"] == {"prompt_tokens": 20, "completion_tokens": 5, "cached_tokens": 0}
 
 
 def test_generate_takes_text_from_the_command_line_or_stdin(
@@ -236,6 +236,18 @@ def test_status_is_told_by_any_node_at_its_control_port(run: Run, ring: Standing
         assert body["nodes"][0]["control"] == str(member.control)
 
 
+def test_any_nodes_control_address_leads_to_the_head(run: Run, ring: StandingRing) -> None:
+    for member in ring.fleet.members:
+        done = run("generate", "--token-ids", IDS, "--max-tokens", 3, "--endpoint", str(member.control))
+        assert (done.code, done.err) == (0, "")
+        assert done.out == bytes(STOPPED.generated[:3]).decode() + "\n"
+        told = run("status", "--json", "--timeout", 20, "--peer", str(member.control))
+        assert json.loads(told.out)["nodes"][0]["control"] == str(member.control)
+    both = run("status", "--peer", "127.0.0.1:1", "--endpoint", ring.endpoint.tcp)
+    assert (both.code, "not both" in both.err) == (2, True)
+    assert run("status", "--timeout", 0).code == 2
+
+
 def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, str]) -> None:
     done = run("status", *at)
     assert (done.code, done.err) == (0, "")
@@ -268,11 +280,11 @@ def test_help_of_every_command_names_its_flags(run: Run) -> None:
         ),
         "generate": ("PROMPT", "--token-ids", "--endpoint", "--fleet", "--max-tokens", "--json", "--stream"),
         "chat": ("--system", "--stop", "--reasoning-effort", "--hide-reasoning", "--endpoint", "--fleet"),
-        "status": ("--endpoint", "--fleet", "--json"),
+        "status": ("--endpoint", "--fleet", "--json", "--timeout", "--peer"),
         "simulate": ("--streams", "--policy", "--split", "--order", "--json", "--plot", "--hop-ms"),
+        "bench": ("--levels", "--tokens", "--emulate", "--json", "--plot", "--endpoint"),
         "demo": ("--nodes", "--prompt", "--chat", "--sample"),
         "pull": ("NAME",),
-        "bench": ("--endpoint", "--fleet", "--key", "--json", "--emulate"),
         "keygen": ("--fleet", "--key", "--client", "--revoke", "--list", "--out", "--peer"),
         "plan": ("--nodes", "--memory", "--device", "--context", "--slots", "--json"),
         "doctor": ("--json", "--peer"),

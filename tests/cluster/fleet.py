@@ -154,7 +154,7 @@ async def fleet(root: Path, name: str | None = None) -> AsyncIterator[Fleet]:
 
 
 async def ask(head: Member | Endpoint, prompt: Any, **options: Any) -> Any:
-    """One answer from a head."""
+    """One answer from a head, asked for once."""
     endpoint = head.client if isinstance(head, Member) else head
-    async with AsyncClient(endpoint, timeout_s=60.0) as client:
+    async with AsyncClient(endpoint, timeout_s=60.0, retry=False) as client:
         return await client.generate(prompt, **options)

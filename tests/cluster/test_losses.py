@@ -105,7 +105,7 @@ def local(processes: Local) -> Local:
     return processes
 
 
-STEADY = {"token_ids": list(PROMPT.ids), "max_tokens": 400, "ignore_eos": True}
+STEADY = {"token_ids": list(PROMPT.ids), "max_tokens": 200, "ignore_eos": True}
 LONG = {"token_ids": list(PROMPT.ids), "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -138,7 +138,7 @@ def test_exo_13_every_waiting_client_gets_its_whole_answer_once_the_node_is_back
     local: Local, undisturbed: list[int], shard: int
 ) -> None:
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(plain(zmq.REQ, local.client)) for _ in range(6)]
+        sockets = [stack.enter_context(plain(zmq.REQ, local.client, RCVTIMEO=90_000)) for _ in range(6)]
         for number, socket in enumerate(sockets):
             waits(socket, number, STEADY)
         # Four run in the slots, two wait for one.
@@ -147,7 +147,7 @@ def test_exo_13_every_waiting_client_gets_its_whole_answer_once_the_node_is_back
         local.others_live(shard)
         lost(local, shard)
         assert not any(socket.poll(50) for socket in sockets)
-        late = stack.enter_context(plain(zmq.REQ, local.client))
+        late = stack.enter_context(plain(zmq.REQ, local.client, RCVTIMEO=90_000))
         waits(late, 6, STEADY)
         busy(local, 7)
         local.start(shard)
@@ -198,14 +198,14 @@ def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_
 
     def blocking() -> None:
         with (
-            Client(local.client) as client,
+            Client(local.client, retry=False) as client,
             pytest.raises(UnreachableError, match="was lost before its reply"),
         ):
             client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True)
         failed["blocking"] = time.monotonic()
 
     async def concurrent() -> None:
-        async with AsyncClient(local.client) as client:
+        async with AsyncClient(local.client, retry=False) as client:
             asked = [client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True) for _ in range(3)]
             results = await asyncio.gather(*asked, return_exceptions=True)
             assert [type(result) for result in results] == [UnreachableError] * 3
@@ -230,7 +230,7 @@ def test_stk_04_clients_ask_a_restarted_head_again_on_the_same_socket(
     local: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
-    ours = Client(local.client, timeout_s=60)
+    ours = Client(local.client, timeout_s=60, retry=False)
     body = json.dumps({"token_ids": list(PROMPT.ids), "max_tokens": CASE.new_tokens}).encode()
     with ours, plain(zmq.REQ, local.client, REQ_RELAXED=1, REQ_CORRELATE=1, RCVTIMEO=500) as request:
         waits(request, 1)
@@ -275,3 +275,95 @@ def test_a_client_finds_the_head_again_where_it_comes_back(local: Local) -> None
         stopped.set()
         asking.result(30)
     assert set(answers) == {PROMPT.generated}
+
+
+def test_two_nodes_lost_at_once_are_one_pause(local: Local, undisturbed: list[int]) -> None:
+    with plain(zmq.REQ, local.client, RCVTIMEO=90_000) as request:
+        waits(request, 1, STEADY)
+        busy(local, 1)
+        for shard in (1, 2):
+            local.kill(shard)
+        for shard in (1, 2):
+            local.start(shard)
+        assert json.loads(request.recv())["token_ids"] == undisturbed
+    local.others_live(-1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
+def test_ring_08_a_frozen_node_that_was_replaced_does_nothing_when_it_wakes(
+    local: Local, undisturbed: list[int]
+) -> None:
+    frozen = local.current[1]
+    standby = local.ring.start_node("--shard", "1")
+    try:
+        loaded(local, standby)
+        with plain(zmq.REQ, local.client, RCVTIMEO=90_000) as request:
+            waits(request, 1, STEADY)
+            busy(local, 1)
+            frozen.process.send_signal(signal.SIGSTOP)
+            try:
+                assert json.loads(request.recv())["token_ids"] == undisturbed
+                status = local.status()
+                assert status is not None
+                waits(request, 2, STEADY)
+                busy(local, 1)
+            finally:
+                # Now its old frames leave, and its old words.
+                frozen.process.send_signal(signal.SIGCONT)
+            assert json.loads(request.recv())["token_ids"] == undisturbed
+        loaded(local, frozen)
+        after = local.status()
+        assert after is not None
+        assert after["epoch"] == status["epoch"]
+        assert after["stages"][1]["control"] == str(standby.control)
+    finally:
+        standby.process.kill()
+        standby.process.wait()
+        local.ring.nodes.remove(standby)
+    local.open()
+    local.right()
+
+
+def loaded(local: Local, node: LocalNode) -> None:
+    """Wait until the head knows a node as one that waits."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        status = local.status()
+        known = [] if status is None else status["nodes"]
+        if any(each["control"] == str(node.control) and each["claim"] == "loaded" for each in known):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are not asked to end by signals here")
+def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: list[int]) -> None:
+    over = threading.Event()
+
+    def ask() -> list[list[int]]:
+        answers = []
+        with Client(local.client, timeout_s=90) as client:
+            while not over.is_set():
+                ids: list[int] = []
+                answer = client.stream(PROMPT.ids, max_tokens=STEADY["max_tokens"], ignore_eos=True)
+                for piece in answer:
+                    ids += piece.token_ids
+                assert answer.reply.token_ids == tuple(ids)
+                answers.append(ids)
+        return answers
+
+    with ThreadPoolExecutor(3) as pool:
+        asking = [pool.submit(ask) for _ in range(3)]
+        try:
+            for shard in (2, 1, 0):
+                busy(local, 3)
+                process = local.current[shard].process
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE_S) == 130
+                local.start(shard)
+                local.open()
+        finally:
+            over.set()
+        answers = [answer for each in asking for answer in each.result(90)]
+    assert len(answers) >= 6
+    assert all(answer == undisturbed for answer in answers)

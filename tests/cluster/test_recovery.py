@@ -14,7 +14,8 @@ from fixtures.reference import load_case
 
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Limits
-from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError
+from cascadia_p2p.local import free_ports
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
@@ -176,5 +177,70 @@ def test_a_node_without_a_standby_finishes_what_runs_and_the_rest_waits_for_its_
             await asyncio.wait_for(head.task, 20.0)
             ends = await asyncio.gather(*last, return_exceptions=True)
             assert sum(isinstance(end, RequestError) for end in ends) == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}])
+def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
+    shards: Shards, tmp_path: Path, options: dict[str, float]
+) -> None:
+    """The library comes back by itself, with what it has: the reader sees nothing but a pause."""
+
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model, port = shards(CASE, (6, 6)), free_ports()
+            head = await ring.start(model, shard=0, client_port=port)
+            await ring.start(model, shard=1, client_port=port)
+            await ring.open()
+            spare = await ring.start(model, shard=0, client_port=port)
+            await ring.until(lambda: spare.state == "standby", "a standby of the head")
+            ids: list[int] = []
+            numbers: list[int] = []
+            async with AsyncClient(head.client, timeout_s=60.0) as client:
+                whole = client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
+                answer = client.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True, **options)  # type: ignore[arg-type]
+                waiting = asyncio.create_task(whole)
+                async for piece in answer:
+                    ids += piece.token_ids
+                    numbers.append(piece.seq)
+                    if len(ids) >= 20 and not head.task.done():
+                        await die(head)
+                assert answer.reply.token_ids == tuple(ids)
+                assert len(ids) == LENGTH
+                assert numbers == list(range(1, len(numbers) + 1))
+                seed = {"seed": answer.reply.seed} if options else {}
+                again = await ask(spare, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True, **options, **seed)
+                assert again.token_ids == tuple(ids)
+                greedy = await ask(spare, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
+                assert (await waiting).token_ids == greedy.token_ids
+
+    run(scenario())
+
+
+def test_without_a_standby_the_head_itself_goes_on_when_it_is_back(shards: Shards, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            model, port = shards(CASE, (6, 6)), free_ports()
+            head = await ring.start(model, shard=0, client_port=port)
+            await ring.start(model, shard=1, client_port=port)
+            await ring.open()
+            whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
+            ids: list[int] = []
+            async with AsyncClient(head.client, timeout_s=60.0) as client:
+                answer = client.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
+                async for piece in answer:
+                    ids += piece.token_ids
+                    if len(ids) >= 20 and not head.task.done():
+                        await die(head)
+                        await ring.start(model, shard=0, client_port=port)
+                assert answer.reply.token_ids == tuple(ids) == whole
+            async with AsyncClient(head.client, timeout_s=60.0, retry=False) as client:
+                asked = asyncio.create_task(client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True))
+                head = await ring.open()
+                await ring.until(lambda: head.node.status()["requests"]["pending"] == 1, "it runs")
+                await die(head)
+                with pytest.raises(UnreachableError, match="was lost before its reply"):
+                    await asked
 
     run(scenario())

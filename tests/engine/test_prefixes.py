@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tracemalloc
+import gc
+import sys
 from collections.abc import Iterator
 from functools import cache
 
@@ -190,8 +191,13 @@ class Play:
         """Let go what is kept, oldest first, until the least room that any stage has is enough."""
         self.settle()
         for entry in list(self.kept):
-            needed = sum(-(-(self.streams[slot][1] + count) // BLOCK) for slot, count in rows.items())
-            if all(pool.free >= needed for stage in self.ring.stages for pool in pools(stage)):
+            needed = sum(
+                -(-(held + rows[slot]) // BLOCK) - -(-held // BLOCK)
+                for slot, (_, held) in self.streams.items()
+                if slot in rows
+            )
+            every = (pool for stage in self.ring.stages for pool in pools(stage))
+            if all(pool.free >= needed for pool in every if pool.geometry.reach is None):
                 return
             self.evict(entry)
             self.settle()
@@ -298,10 +304,11 @@ def test_a_prefix_that_is_not_kept_fails_its_stream_at_the_first_stage_and_no_ot
     world.reset()
     ring, ids = world.ring, sequences()[0]
     table = operations((START, 1, 0), (START, 2, 1), (ATTACH, 1, 0, 64, 2))
-    marked, rows = ring.send([Window(1, 64, ids[64:70], 0), Window(2, 0, ids[:64], 1)], table)
+    marked, rows = ring.send([Window(1, 64, ids[64:70], 0), Window(2, 0, ids[:50], 1)], table)
     assert marked["error"].tolist() == [SegmentError.PREFIX, SegmentError.NONE]
     assert marked["stage"].tolist() == [0, 0]
-    assert np.array_equal(ring.stages[-1].logits(rows[6:]), world.alone[0][:64])
+    assert np.array_equal(ring.stages[-1].logits(rows[6:]), world.alone[0][:50])
+    ring.logits([Window(2, 50, ids[50:64], 1)])
     # Other positions than are kept do not fit either, nor does a stream that holds something.
     keep = ((KEEP, 2, 1, 64, 2), (START, 3, 2), (ATTACH, 3, 2, 128, 2), (ATTACH, 2, 1, 64, 2))
     marked, _ = ring.send([Window(3, 128, ids[:1], 2), Window(2, 64, ids[:1], 1)], operations(*keep))
@@ -336,19 +343,17 @@ def test_pet_07_full_slots_with_kept_prefixes_run_out_of_nothing_and_take_no_mem
         world.settle()
 
     fill()
-    tracemalloc.start()
-    try:
-        fill()
-        requests(world, 50)
-        before = tracemalloc.get_traced_memory()[0]
+    if name == "llama":
+        # Blocks of the interpreter, which keeps some for itself: fewer than one for every second request.
+        requests(world, 100)
+        gc.collect()
+        before = sys.getallocatedblocks()
         requests(world, 1000)
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
+        gc.collect()
+        assert sys.getallocatedblocks() - before < 500
+        assert world.reused > 500 * BLOCK
     fill()
     assert [array.ctypes.data for array in memories(world.ring.stages[0])] == arrays
-    assert grown < 2**16
-    assert world.reused > 500 * BLOCK
     world.end()
 
 

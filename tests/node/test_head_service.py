@@ -71,7 +71,8 @@ class Ring:
         if len(request.prompt) > 9000:
             refused(request.stream, RequestError(ErrorCode.CONTEXT_OVERFLOW, "too long"))
             return
-        stream = Stream(request, list(request.prompt), submitted_at=0.0, started_at=0.0)
+        ids = [*request.prompt, *request.held]
+        stream = Stream(request, ids, submitted_at=0.0, started_at=0.0)
         self.streams[request.stream] = stream
 
     def drop(self, stream: StreamId, error: RequestError) -> None:
@@ -645,5 +646,84 @@ def test_the_library_asks_again_while_the_head_has_no_room(monkeypatch: pytest.M
                 with pytest.raises(RequestError, match="no room") as refused:
                     await client.generate("a")
                 assert refused.value.retry_after_s == 0.05
+
+    run(scenario)
+
+
+async def dealt(socket: zmq.asyncio.Socket, **fields: object) -> None:
+    body = {"prompt": "a", "stream": True, "key": "0f" * 16} | fields
+    await socket.send_multipart([b"", json.dumps(body).encode()])
+
+
+async def heard(socket: zmq.asyncio.Socket) -> dict[str, Any]:
+    return dict(json.loads((await socket.recv_multipart())[-1]))
+
+
+@pytest.mark.parametrize("cut", range(1, 11))
+def test_pet_01_an_answer_goes_on_behind_what_its_client_has(cut: int) -> None:
+    """Wherever it broke, also within a character: text and ids are those of one unbroken answer."""
+    tokens = [*words("né 🙂 z"), END]
+
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as first:
+            first.connect(endpoint.tcp)
+            await dealt(first)
+            before = await ring.stream()
+            ids: list[int] = []
+            text = ""
+            for token in tokens[:cut]:
+                ring.give(before, [token])
+                await asyncio.sleep(0.025)
+                while await first.poll(0):
+                    piece = await heard(first)
+                    ids, text = ids + piece["token_ids"], text + piece["text"]
+            with context.socket(zmq.DEALER) as second:
+                second.connect(endpoint.tcp)
+                await dealt(second, held=ids)
+                await until(lambda: before not in ring.streams and bool(ring.streams))
+                stream = await ring.stream()
+                assert ring.ended == [before], "what ran under the same key is replaced"
+                assert ring.streams[stream].ids[1:] == ids
+                ring.give(stream, tokens[len(ids) :])
+                replies = [await heard(second)]
+                while "final" not in replies[-1]:
+                    replies.append(await heard(second))
+                assert [reply["seq"] for reply in replies] == list(range(1, len(replies) + 1))
+                assert text + "".join(piece["text"] for piece in replies[:-1]) == "né 🙂 z"
+                assert ids + [i for piece in replies[:-1] for i in piece["token_ids"]] == tokens
+                assert (replies[-1]["text"], replies[-1]["token_ids"]) == ("né 🙂 z", tokens)
+                # Its last word may have been lost as well.
+                for held in (tokens[:3], tokens):
+                    await dealt(second, held=held)
+                    again = await heard(second)
+                    if "final" not in again:
+                        assert held + again["token_ids"] == tokens
+                        again = await heard(second)
+                    assert (again["text"], again["token_ids"]) == ("né 🙂 z", tokens)
+                assert not ring.streams
+                first.setsockopt(zmq.LINGER, 0)
+                second.setsockopt(zmq.LINGER, 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words_of_it"),
+    [
+        ({"held": [999]}, "field 'held' holds 999: this model's ids are 0 to 279"),
+        ({"held": [1], "logprobs": 1}, "can not go on, only begin anew"),
+        ({"key": "abc"}, "field 'key'"),
+    ],
+)
+def test_what_can_not_be_taken_up_is_refused_in_words(fields: dict[str, object], words_of_it: str) -> None:
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint.tcp)
+            await dealt(socket, **fields)
+            error = (await heard(socket))["error"]
+            assert error["code"] == "bad_request"
+            assert words_of_it in error["message"]
+            assert not ring.streams
 
     run(scenario)

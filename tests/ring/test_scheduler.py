@@ -7,6 +7,7 @@ import pytest
 from scheduler_world import BLOCK, ModelRing, assert_at_rest, drain, expected, opened, request
 
 from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.ring.operations import Operations
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, Sampling, StreamId
@@ -296,13 +297,14 @@ def test_the_prefix_used_least_lately_goes_first() -> None:
     assert (counts.keeps, counts.evictions, counts.kept, counts.entries) == (4, 2, 2, 2)
 
 
-def test_running_streams_have_room_before_kept_prefixes() -> None:
+@pytest.mark.parametrize(("prompt", "kept", "used"), [(13, 5, 15), (5, 6, 6)])
+def test_running_streams_have_room_before_kept_prefixes(prompt: int, kept: int, used: int) -> None:
     """Eight blocks a slot: two streams of full length leave none to entries alone."""
     scheduler, ring = opened(slots=2, context=32, kept=6)
     for number in range(6):
-        run_one(scheduler, ring, number, tuple(range(number * 40, number * 40 + 13)), 1)
-    # Sixteen blocks: five entries of three leave room, while nothing runs.
-    assert (scheduler.prefix_counts.kept, ring.used) == (5, 15)
+        run_one(scheduler, ring, number, tuple(range(number * 40, number * 40 + prompt)), 1)
+    # Of sixteen blocks, five entries of three leave room for the sixth stream.
+    assert (scheduler.prefix_counts.kept, ring.used) == (kept, used)
     for number in (10, 11):
         scheduler.submit(request(number, 20, 12), 0.0)
     ring.run(scheduler.schedule(0.0))
@@ -322,6 +324,12 @@ def test_a_stream_whose_prefix_a_stage_lacks_starts_again_without() -> None:
     assert last.stream.reused == 0
     assert last.stream.ids[10:] == expected(last.stream.request, 64)
     assert run_one(scheduler, ring, 3, ids, 5).stream.reused == 8
+    # Many windows are on their way when the first comes back: their answers are those of the first try.
+    for entry in list(ring.entries):
+        ring.lose_entry(entry)
+    last = run_one(scheduler, ring, 4, (*ids, *range(40)), 5)
+    assert last.stream.ids[50:] == expected(last.stream.request, 64)
+    assert_at_rest(scheduler, ring)
 
 
 def test_what_was_kept_of_a_stream_that_failed_is_kept_no_more() -> None:
@@ -359,3 +367,16 @@ def test_an_operation_carries_how_its_stream_is_sampled() -> None:
         2**63, 3, 0.5, 0.25, 4,
     ]  # fmt: skip
     assert (start["kind"], start["stream"], start["slot"]) == (OperationKind.START, 2**63, 0)
+
+
+def test_a_frame_has_at_most_four_operations_a_slot_and_one_eviction_an_entry() -> None:
+    operations = Operations()
+    for _ in range(3):
+        operations.evict(5)
+        operations.keep(StreamId(1), 0, 8, 5)
+    operations.evict(5)
+    operations.evict(6)
+    table = operations.take()
+    assert table["kind"].tolist() == [OperationKind.KEEP] * 3 + [OperationKind.EVICT] * 2
+    assert table["entry"].tolist() == [5, 5, 5, 5, 6]
+    assert not len(operations.take())

@@ -14,7 +14,6 @@ from cascadia_p2p.simulate.placement import (
     best_order_and_split,
     check_order,
     check_split,
-    even_split,
     placements,
 )
 from cascadia_p2p.simulate.published import published
@@ -58,7 +57,7 @@ def test_a_fast_machine_takes_more_layers() -> None:
 @pytest.mark.parametrize("last", list(LastRole))
 def test_machines_at_their_own_places_take_what_was_read(last: LastRole) -> None:
     machines = PublishedMachines(published(), last)
-    own = machines.fleet(tuple(range(11)), even_split(machines))
+    own = machines.fleet(tuple(range(11)), machines.split)
     for placed, read in zip(own.stages, published().fleet().stages, strict=True):
         for rows in (1, 2, 3, 8, 9, 16):
             assert placed.seconds(rows, rows) == pytest.approx(read.seconds(rows, rows), rel=1e-9)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cascadia_p2p.errors import UsageError
@@ -35,6 +35,7 @@ def test_a_padded_table_jumps_where_a_larger_call_begins() -> None:
     assert table.of(17) == table.of(24) == pytest.approx(35.0)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 200), st.integers(1, 20), st.floats(0.01, 10), st.floats(0.01, 10))
 def test_a_mean_of_two_sizes_is_taken_apart(streams: int, groups: int, small: float, large: float) -> None:
     over = streams % groups
@@ -54,6 +55,7 @@ def test_a_table_that_is_none_is_refused(points: tuple[tuple[float, float], ...]
         StageTable(points)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.floats(0.1, 10), st.integers(1, 100))
 def test_a_scaled_table_takes_so_much_longer(factor: float, rows: int) -> None:
     table = StageTable(((1, 1.0), (2, 2.0), (3, 5.0), (8, 10.0), (9, 20.0), (16, 27.0)), published_padding)

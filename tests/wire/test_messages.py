@@ -417,7 +417,7 @@ def test_error_reply_keeps_the_error() -> None:
 def test_replies_of_a_newer_head_are_read() -> None:
     raw = orjson.loads(m.encode(REPLIES[0]))
     raw["mood"] = []
-    raw["usage"]["cached_tokens"] = 4
+    raw["usage"]["guessed_tokens"] = 4
     assert m.decode_reply(orjson.dumps(raw)) == REPLIES[0]
 
 
