@@ -208,7 +208,7 @@ def test_dll_01_when_the_head_dies_its_clients_know_at_once_and_the_others_live_
         async with AsyncClient(local.client, retry=False) as client:
             asked = [client.generate(PROMPT.ids, max_tokens=4000, ignore_eos=True) for _ in range(3)]
             results = await asyncio.gather(*asked, return_exceptions=True)
-            assert [type(result) for result in results] == [UnreachableError] * 3
+            assert all(isinstance(result, UnreachableError) for result in results)
         failed["asyncio"] = time.monotonic()
 
     with ThreadPoolExecutor(2) as pool:
@@ -319,7 +319,6 @@ def test_ring_08_a_frozen_node_that_was_replaced_does_nothing_when_it_wakes(
     finally:
         standby.process.kill()
         standby.process.wait()
-        local.ring.nodes.remove(standby)
     local.open()
     local.right()
 

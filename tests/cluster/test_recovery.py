@@ -175,7 +175,7 @@ def test_a_node_without_a_standby_finishes_what_runs_and_the_rest_waits_for_its_
             last = [asyncio.create_task(ask(head, PROMPT.ids, max_tokens=LENGTH)) for _ in range(6)]
             await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
             await ring.open()
-            await ring.until(lambda: head.node.status()["data_thread"]["frames_out"] > 0, "they run")
+            await ring.until(lambda: head.node.status()["requests"]["queued"] == 2, "four run")
             head.node.drain("the test asks it")
             with pytest.raises(RequestError, match="its head takes nothing new") as told:
                 await ask(head, PROMPT.ids)

@@ -90,7 +90,7 @@ def test_no_changed_byte_goes_unnoticed(data: st.DataObject) -> None:
         [["alice", "é" * 40, False]],
         [["alice", POOL[0].decode(), False]] * (MAX_CLIENTS + 1),
     ],
-    ids=lambda rows: str(rows)[:30],
+    ids=["no list", "short row", "number", "name", "short key", "letters", "too many"],
 )
 def test_malformed_lists_are_refused(rows: object) -> None:
     with pytest.raises(WireError):
