@@ -94,7 +94,7 @@ def test_ctrl_c_says_goodbye_frees_the_ports_and_ends_with_130(
         each["event"] == "leaving" and "Ctrl-C" in each["message"] for each in events(err.splitlines())
     )
     # The head was told, and needed no silence to notice.
-    said = events(lines(head, '"ring_closed"'))
+    said = events(lines(head, '"peer_gone"'))
     assert any(each["event"] == "peer_gone" and "left" in each["message"] for each in said)
     assert head.poll() is None
     head.send_signal(signal.SIGTERM)

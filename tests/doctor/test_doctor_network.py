@@ -23,6 +23,7 @@ from cascadia_p2p.errors import PortError
 from cascadia_p2p.local import free_ports
 from cascadia_p2p.transport.network import require_free
 from cascadia_p2p.types import Endpoint, Instance, NodeId
+from cascadia_p2p.wire.frames import PROTOCOL
 
 LOOPBACK = Address("127.0.0.1", "lo")
 LO = Interface("lo", ("127.0.0.1", "::1"), virtual="loopback")
@@ -352,7 +353,9 @@ def test_nodes_with_different_models_are_told() -> None:
 
 
 def announcement(node: str, port: int, shard: int | None, fleet: str = "doctors") -> Announcement:
-    return Announcement(1, fleet, NodeId(node * 16), Instance(node * 16), "m", shard, 3, port, port + 1)
+    return Announcement(
+        PROTOCOL, fleet, NodeId(node * 16), Instance(node * 16), "m", shard, 3, port, port + 1
+    )
 
 
 def test_nodes_of_the_fleet_are_found_and_asked() -> None:
