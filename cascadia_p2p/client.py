@@ -42,6 +42,7 @@ from cascadia_p2p.keys.files import KeyFile
 from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.curve import Keys
+from cascadia_p2p.transport.network import uninterrupted
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import (
     GenerateReply,
@@ -253,9 +254,10 @@ class Client:
 
     def close(self) -> None:
         """Hang up; the head cancels what it still does for this client."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        with uninterrupted():
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -327,7 +329,8 @@ class Client:
                 find_head_sync(self._fleet, timeout=_find_s(self._timeout_s)).clients[0]
             )
             keys = _keys_for(endpoint, self._fleet, self._key)
-            self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
+            with uninterrupted():
+                self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
         return self._connection
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import structlog
 
 from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
@@ -24,6 +25,17 @@ def configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_CONFIG_HOME", str(directory))
         patch.delenv("CASCADIA_KEY", raising=False)
         yield directory
+
+
+@pytest.fixture(autouse=True)
+def log_set_up() -> Iterator[None]:
+    """What a test does to the set-up of logs ends with it."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    yield
+    if before is None:
+        structlog.reset_defaults()
+    else:
+        structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
