@@ -361,6 +361,7 @@ class AsyncClient:
         self._retry = retry
         self._connection: AsyncClientConnection | None = None
         self._finding = asyncio.Lock()
+        self._closings = 0
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
         """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
@@ -386,7 +387,11 @@ class AsyncClient:
         return read_status(await self._ask(StatusRequest(), self._timeout_s))
 
     async def close(self) -> None:
-        """Hang up; the head cancels what it still does for this client."""
+        """Hang up; the head cancels what it still does for this client, and calls that wait fail."""
+        self._closings += 1
+        await self._hang_up()
+
+    async def _hang_up(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
@@ -398,14 +403,21 @@ class AsyncClient:
         await self.close()
 
     async def _answer(self, request: GenerateRequest) -> GenerateReply:
-        patience = Patience(self._timeout_s, retry=self._retry)
+        patience, closings = Patience(self._timeout_s, retry=self._retry), self._closings
         while True:
             try:
                 return read_answer(await self._ask(request, patience.left_s))
             except RequestError as error:
-                await asyncio.sleep(patience.pause_s(error))
+                await self._pause(patience.pause_s(error), closings, error)
             except UnreachableError as error:
-                await asyncio.sleep(patience.return_s(error))
+                await self._pause(patience.return_s(error), closings, error)
+
+    async def _pause(self, seconds: float, closings: int, error: Exception) -> None:
+        """Wait before the next try, unless the client was closed meanwhile: then the error stands."""
+        if self._closings == closings:
+            await asyncio.sleep(seconds)
+        if self._closings != closings:
+            raise error
 
     async def _ask(self, message: Message, timeout_s: float | None) -> bytes:
         async with self._through_connection() as connection:
@@ -414,7 +426,7 @@ class AsyncClient:
     async def _pieces(
         self, request: GenerateRequest, on_queued: Queued | None
     ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
-        patience = Patience(self._timeout_s, retry=self._retry)
+        patience, closings = Patience(self._timeout_s, retry=self._retry), self._closings
         flow = Flow(request, on_queued)
         while True:
             try:
@@ -423,9 +435,9 @@ class AsyncClient:
                         yield reply
                 return
             except RequestError as error:
-                await asyncio.sleep(patience.pause_s(error))
+                await self._pause(patience.pause_s(error), closings, error)
             except UnreachableError as error:
-                await asyncio.sleep(patience.return_s(error))
+                await self._pause(patience.return_s(error), closings, error)
             flow = flow.again()
 
     async def _flow(
@@ -459,5 +471,5 @@ class AsyncClient:
         except UnreachableError:
             # A head that was found may be another one next time; the other calls fail with this one.
             if self._given is None and self._connection is connection:
-                await self.close()
+                await self._hang_up()
             raise
