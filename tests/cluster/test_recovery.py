@@ -176,9 +176,12 @@ def test_a_node_without_a_standby_finishes_what_runs_and_the_rest_waits_for_its_
             await ring.until(lambda: head.node.status()["requests"]["pending"] == 6, "six wait")
             await ring.open()
             await ring.until(lambda: head.node.status()["requests"]["queued"] == 2, "four run")
-            head.node.drain("the test asks it")
-            with pytest.raises(RequestError, match="its head takes nothing new") as told:
-                await ask(head, PROMPT.ids)
+            # Connected before, so that the head can not be gone by the time it is asked.
+            async with AsyncClient(head.client, retry=False) as early:
+                await early.status()
+                head.node.drain("the test asks it")
+                with pytest.raises(RequestError, match="its head takes nothing new") as told:
+                    await early.generate(PROMPT.ids)
             assert told.value.code is ErrorCode.RING_INCOMPLETE
             await asyncio.wait_for(head.task, 20.0)
             ends = await asyncio.gather(*last, return_exceptions=True)
