@@ -249,6 +249,14 @@ def with_node(
     return asyncio.run(examine())
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a busy machine keeps too: how it answers is not what is tested."""
+    monkeypatch.setattr("cascadia_p2p.doctor.peers._SLOW_RTT_S", 0.5)
+    monkeypatch.setattr("cascadia_p2p.doctor.peers._SLOW_RATE", 1e6)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_node_that_answers_is_measured() -> None:
     with socket.create_server(("127.0.0.1", 0)) as data:
         findings, met = with_node(status(data=f"127.0.0.1:{data.getsockname()[1]}"))
@@ -256,14 +264,15 @@ def test_a_node_that_answers_is_measured() -> None:
     way, port = findings
     assert way.level is Level.OK
     assert isinstance(way.facts["rtt_s"], float)
-    assert 0 < way.facts["rtt_s"] < 5e-3
+    assert 0 < way.facts["rtt_s"] < 0.5
     assert isinstance(way.facts["bytes_s"], float)
-    assert way.facts["bytes_s"] > 50e6
+    assert way.facts["bytes_s"] > 1e6
     assert f"version {__version__}, fleet 'cascadia', ring looking" in way.message
     assert port.level is Level.OK
     assert [each.name for each in met] == ["elsewhere/abababab"]
 
 
+@pytest.mark.usefixtures("patient")
 def test_exo_21_a_closed_data_port_is_told_though_control_answers() -> None:
     closed = free_ports()
     findings, _ = with_node(status(data=f"192.168.77.1:{closed}"))
