@@ -28,7 +28,6 @@ from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.keys.places import find_client_key
-from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.models.emulated.config import EmulatedConfig
 from cascadia_p2p.models.emulated.model import expected_answers
 from cascadia_p2p.node.query import ask_node
@@ -97,7 +96,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, and print a table or JSON; 1 when counts or answers are wrong."""
     config = load_config(flags_of(args), file=args.config)
-    configure_logs("console", "error")
     levels = parse_levels("--levels", args.levels)
     protocol = Protocol(tokens=args.tokens, least_requests=args.requests)
     _check(args)

@@ -173,11 +173,6 @@ class Scheduler:
         self._retire(found, keep=True)
         return Update(found, error=error)
 
-    def drop_all(self, error: RequestError) -> list[Update]:
-        """End every stream with `error`."""
-        ids = [stream.id for stream in self.streams()]
-        return [update for i in ids if (update := self.drop(i, error)) is not None]
-
     # --- frames -------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Plan | None:

@@ -229,16 +229,6 @@ class FrameLimits:
     records: int
 
     @property
-    def header_bytes(self) -> int:
-        """Size of the largest header part."""
-        return (
-            HEADER.size
-            + self.segments * SEGMENT.itemsize
-            + self.operations * OPERATION.itemsize
-            + self.records * (RECORD.itemsize + MAX_ALTERNATIVES * ALTERNATIVE.itemsize)
-        )
-
-    @property
     def payload_bytes(self) -> int:
         """Size of the largest payload part."""
         return self.rows * self.hidden * 4
