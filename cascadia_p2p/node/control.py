@@ -165,11 +165,12 @@ class ControlPlane:
 
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
+        return node in self._routes and self.post(node, encode(message))
+
+    def post(self, node: NodeId, data: bytes) -> bool:
+        """The same for a message that is encoded already."""
         routes = self._routes.get(node)
-        if routes is None:
-            return False
-        data = encode(message)
-        return any(self._give(link, data) for link in routes.links)
+        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def broadcast(self, message: ControlMessage) -> None:
         """Send to every node that is known."""
