@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -165,17 +165,22 @@ class ControlPlane:
 
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
-        return node in self._routes and self.post(node, encode(message))
+        return self.post(node, encode(message))
+
+    def send_all(self, nodes: Iterable[NodeId], message: ControlMessage) -> None:
+        """Send the same to several nodes."""
+        data = encode(message)
+        for node in nodes:
+            self.post(node, data)
 
     def post(self, node: NodeId, data: bytes) -> bool:
-        """The same for a message that is encoded already."""
+        """What `send` does, for a message that is encoded already."""
         routes = self._routes.get(node)
         return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def broadcast(self, message: ControlMessage) -> None:
         """Send to every node that is known."""
-        for node in list(self._routes):
-            self.send(node, message)
+        self.send_all(list(self._routes), message)
 
     def answer(self, link: int, message: ControlMessage) -> None:
         """Send back over one link."""
