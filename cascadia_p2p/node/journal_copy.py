@@ -15,8 +15,9 @@ from cascadia_p2p.wire.client import FinishReason
 from cascadia_p2p.wire.journal import Begun, Journal, JournalAck
 
 ACK_S: Final = 0.25
-ACK_MESSAGES: Final = 4
-"""After so many messages an acknowledgement is due at once, so that a long telling goes on."""
+ACK_MESSAGES: Final = 32
+ACK_IDS: Final = 8192
+"""After so many ids, or messages, an acknowledgement is due at once, so that a long telling goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,7 @@ class JournalCopy:
         self._taken = 0
         self._acked = 0
         self._acked_at = 0.0
+        self._unacked_ids = 0
         self._entries: OrderedDict[AnswerName, _Entry] = OrderedDict()
         self._complete: OrderedDict[AnswerName, None] = OrderedDict()
         self._named: dict[int, AnswerName] = {}
@@ -108,7 +110,9 @@ class JournalCopy:
             return None
         self._taken += 1
         self._take(message, now)
-        return self._ack(now) if self._taken - self._acked >= ACK_MESSAGES else None
+        self._unacked_ids += sum(len(ids) for _, ids, _ in message.grown)
+        due = self._unacked_ids >= ACK_IDS or self._taken - self._acked >= ACK_MESSAGES
+        return self._ack(now) if due else None
 
     def due(self, now: float) -> JournalAck | None:
         """The acknowledgement that is due by time; to be called again and again."""
@@ -142,7 +146,7 @@ class JournalCopy:
     # --- inside -------------------------------------------------------------------------------------------
 
     def _ack(self, now: float) -> JournalAck:
-        self._acked, self._acked_at = self._taken, now
+        self._acked, self._acked_at, self._unacked_ids = self._taken, now, 0
         return JournalAck(node=self._node, instance=self._instance, session=self._session, number=self._taken)
 
     def _take(self, message: Journal, now: float) -> None:

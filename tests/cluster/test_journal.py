@@ -1,4 +1,4 @@
-"""A head that dies while its standby has the journal: answers go on where they were, nothing is made twice."""
+"""A head dies while its standby has the journal: answers go on where they were, nothing is made twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cascadia_p2p.wire.client import GenerateReply, TokenScore
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
-LENGTH = 600
+LENGTH = 400
 SEEN = 20
 PATIENCE_S = 60.0
 FLAGS = ("--threads", "1", "--slots", "4", "--context", "2048")
