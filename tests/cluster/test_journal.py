@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import threading
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+import zmq.asyncio
 from cluster.conftest import Shards
+from cluster.fleet import Member, fleet
 from cluster.sockets import plain
 from fixtures.reference import load_case
 
-from cascadia_p2p.client import Client
+from cascadia_p2p.client import AsyncClient, Client
 from cascadia_p2p.local import HOST, LocalRing, free_ports
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import GenerateReply, TokenScore
@@ -132,3 +135,43 @@ def no_row_for_what_is_complete(client: Endpoint, key: str, right: GenerateReply
     assert reply["token_ids"] == list(right.token_ids[:30])
     assert reply["finish_reason"] == "length"
     assert computed() == before
+
+
+def test_a_standby_that_comes_late_is_told_all_and_so_is_the_next(shards: Shards, tmp_path: Path) -> None:
+    """Two heads die, one after the other: what was complete before the first is there after the second."""
+
+    async def complete(head: Member, key: str) -> list[int]:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(head.client.tcp)
+            body = {"token_ids": list(PROMPT.ids), "ignore_eos": True, "key": key, "max_tokens": 30}
+            await dealer.send_multipart([b"", json.dumps(body).encode()])
+            return list(json.loads((await dealer.recv_multipart())[-1])["token_ids"])
+
+    async def scenario() -> None:
+        async with asyncio.timeout(100), fleet(tmp_path) as ring:
+            model, key = shards(CASE, (6, 6)), secrets.token_hex(16)
+            places: dict[str, int] = {"shard": 0, "client_port": free_ports(), "context": 2048}
+            head = await ring.start(model, **places)
+            await ring.start(model, shard=1, context=2048)
+            await ring.open()
+            right = await complete(head, key)
+            assert right[: CASE.new_tokens] == list(PROMPT.generated)
+            assert head.node.status()["journal"]["told"] == []
+            options: Any = {"max_tokens": 500, "ignore_eos": True, "logprobs": 1}
+            async with AsyncClient(head.client, timeout_s=PATIENCE_S) as client:
+                asking = asyncio.create_task(client.generate(PROMPT.ids, **options))
+                await ring.until(lambda: head.node.status()["requests"]["pending"] == 1, "it runs")
+                for _ in range(2):
+                    standby = await ring.start(model, **places)
+                    await ring.until(lambda: standby.node.status()["journal"]["answers"] == 2, "it is told")  # noqa: B023
+                    assert standby.node.status()["journal"]["from"] == head.node.status()["node"]
+                    head.task.cancel()
+                    await asyncio.gather(head.task, return_exceptions=True)
+                    head = standby
+                    assert await complete(head, key) == right
+                reply = await asking
+                assert head.node.status()["requests"]["accepted"] <= 1, "the one that ran"
+                assert reply.logprobs == (await client.generate(PROMPT.ids, **options)).logprobs
+
+    asyncio.run(scenario())
