@@ -144,9 +144,7 @@ def _gguf_seed() -> list[bytes]:
 def _gguf(path: Path) -> None:
     header = read_gguf_header(path)
     size = path.stat().st_size
-    promise(
-        all(each.start + each.nbytes <= size for each in header.tensors.values()), "a tensor beyond the file"
-    )
+    promise(all(each.start + each.nbytes <= size for each in header.tensors.values()), "a tensor beyond the file")
     files = tokenizer_files(header.metadata)
     if files:
         end_ids(header.metadata)
@@ -218,11 +216,7 @@ LLAMA: Final = {
 MESSAGES: Final = (
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello"},
-    {
-        "role": "assistant",
-        "content": "ha",
-        "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}],
-    },
+    {"role": "assistant", "content": "ha", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]},
 )
 
 

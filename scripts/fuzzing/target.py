@@ -187,18 +187,6 @@ _CHANGES: Final[tuple[Callable[[bytearray, random.Random], Any], ...]] = (
     _repeat,
 )
 _WORDS: Final = (
-    *(
-        b"null",
-        b"true",
-        b"-1",
-        b"0",
-        b"1e999",
-        b"NaN",
-        b"[]",
-        b"{}",
-        b'""',
-        b"[[[[[[[[",
-        b"99999999999999999999",
-    ),
+    *(b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"[]", b"{}", b'""', b"[[[[[[[[", b"99999999999999999999"),
     *(b'"\\ud800"', b"\x00", b"\xff\xff\xff\xff", b"\r\n\r\n", b"=", b'"""', b"{{ ", b" }}", b"{% ", b" %}"),
 )

@@ -28,7 +28,7 @@ CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
 LENGTH = 400
 SEEN = 20
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 FLAGS = ("--threads", "1", "--slots", "4", "--context", "2048")
 
 
@@ -105,7 +105,7 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
                 pieces.append(heard(dealer))
             last = pieces.pop()
             assert pieces[0]["token_ids"][: len(before)] == before, "by no other seed, and at once"
-            assert [each for piece in pieces for each in piece["token_ids"]] == last["token_ids"]
+            assert [each for piece in pieces for each in piece.get("token_ids", ())] == last["token_ids"]
         scores, reply = scored.result(PATIENCE_S)
         greedy = with_library.result(PATIENCE_S)
         right = whole(client, logprobs=2)
@@ -149,7 +149,7 @@ def test_a_standby_that_comes_late_is_told_all_and_so_is_the_next(shards: Shards
             return list(json.loads((await dealer.recv_multipart())[-1])["token_ids"])
 
     async def scenario() -> None:
-        async with asyncio.timeout(100), fleet(tmp_path) as ring:
+        async with asyncio.timeout(PATIENCE_S), fleet(tmp_path) as ring:
             model, key = shards(CASE, (6, 6)), secrets.token_hex(16)
             places: dict[str, int] = {"shard": 0, "client_port": free_ports(), "context": 2048}
             head = await ring.start(model, **places)
