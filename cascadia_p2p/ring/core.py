@@ -102,6 +102,8 @@ class Core:
         self.state = ClaimState.WANTED
         self.since = now
         self.progress = 0.0
+        self.moved_at = now
+        """When the loader was heard of last."""
         self.layer_s = 0.0
         self.pace: Pace = ()
         self.seat: Seat | None = None
@@ -193,6 +195,12 @@ class Core:
         """Whether nobody may move this node to another shard."""
         return self.profile.asked is not None or self.seat is not None or self.leaving is not None
 
+    @property
+    def load_stalled(self) -> bool:
+        """Whether this node loads a shard and has not got on with it for `Times.load_silent`."""
+        stood = self.peers.silence(self.moved_at, self.now)
+        return self.state is ClaimState.LOADING and stood >= self.times.load_silent
+
     def claim(self) -> Claim:
         """The claim as it is told to others."""
         return Claim(shard=self.shard, state=self.claim_state, age_s=max(0.0, self.now - self.since))
@@ -200,6 +208,7 @@ class Core:
     def take_shard(self, shard: int) -> None:
         """Load a shard in place of any other."""
         self.shard, self.state, self.since, self.progress = shard, ClaimState.LOADING, self.now, 0.0
+        self.moved_at = self.now
         self.standby = False
         self.dirty = True
         self.act(LoadShard(shard))
@@ -283,6 +292,11 @@ class Core:
     def holders(self) -> list[Holder]:
         """This node and every peer, as the order of claims sees them."""
         return [self.own_holder(), *(self.holder(peer) for peer in self.peers)]
+
+    def movers(self) -> list[Holder]:
+        """The holders on whom shards may count: all but those whose loading has stalled."""
+        others = [self.holder(peer) for peer in self.peers if not self.peers.load_stalled(peer, self.now)]
+        return others if self.load_stalled else [self.own_holder(), *others]
 
     def own_holder(self) -> Holder:
         """This node as the order of claims sees it."""

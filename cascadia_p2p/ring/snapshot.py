@@ -146,6 +146,7 @@ def _own(core: Core) -> Value:
     own = _node(core.introduction(), core.claim(), core.holds)
     own |= {
         "progress": core.progress,
+        "stalled": core.load_stalled,
         "standby": core.standby,
         "layer_s": core.layer_s,
         "heard_s": 0.0,
@@ -161,6 +162,7 @@ def _peer(core: Core, peer: Peer) -> Value:
     entry |= {
         "client": str(peer.client) if peer.client else None,
         "progress": peer.progress,
+        "stalled": core.peers.load_stalled(peer, core.now),
         "standby": peer.standby,
         "layer_s": peer.layer_s,
         "heard_s": round(core.now - peer.heard, 3),
