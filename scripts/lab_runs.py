@@ -52,6 +52,11 @@ GONE_S = 2.5
 CLIENT_S = 60.0
 """A client that has gone without a word gives its slot back within this."""
 
+FLOOD_S = 30.0
+FLOOD_RATE = 1000
+FLOOD_MIB, FLOOD_FILES, FLOOD_LINES = 64, 1200, 200
+"""What a flood may cost a node: memory, open files at its end, lines of log."""
+
 
 @dataclass
 class Run:
@@ -238,7 +243,8 @@ class Breaking:
         run.back = round(opened[0][0] - self.at, 2) if opened else None
         after = [at for at in self.answers.arrivals if at > self.at + (run.back or 0.0)]
         run.token = round(after[0] - self.at, 2) if after else None
-        run.said += list(dict.fromkeys(str(line["message"]) for _, line in closed))
+        words = (str(line["message"]) for _, line in closed)
+        run.said += dict.fromkeys(each for each in words if not each.endswith("waits for a ring"))
         if same_epoch:
             run.expect(not closed, f"the ring was lost: {run.said[:1]}")
         run.expect(_free(ring), "a slot is still taken after the last answer")
@@ -411,6 +417,47 @@ def _client_cut(ring: LabRing, run: Run) -> None:
     run.detect = run.detect or round(time.time() - at, 2)
 
 
+def _flood(ring: LabRing, run: Run) -> None:
+    """Forged announcements while streams run and a node starts anew: it must find the ring all the same."""
+    victim = ring.serving(1)
+    before = {host: _use(node) for host, node in ring.nodes.items()}
+    source = CLIENT_HOST + 1
+    program = Path(__file__).with_name("mdns_flood.py")
+    command = [sys.executable, str(program), "--fleet", FLEET, "--address", ring.lab.ip(source)]
+    command += ["--seconds", f"{FLOOD_S:g}", "--rate", f"{FLOOD_RATE}"]
+    for host in ring.nodes:
+        command += ["--victim", ring.lab.ip(host)]
+    flooder = ring.lab.start(source, command)
+    assert flooder.stdout is not None
+    run.said.append(flooder.stdout.readline().strip())
+    time.sleep(FLOOD_S / 3)
+    broken = Breaking(ring, run)
+    ring.nodes[victim].process.kill()
+    ring.nodes[victim].process.wait()
+    ring.start(victim, 1)
+    broken.settle()
+    run.said.append(flooder.stdout.readline().strip())
+    for host, node in ring.nodes.items():
+        now, then = _use(node), before[host] if host != victim else {"mib": 0.0, "lines": 0}
+        run.said.append(f"host {host}: {then} before, {now} after")
+        grown = now["mib"] - then["mib"]
+        run.expect(host == victim or grown < FLOOD_MIB, f"host {host} has grown by {grown:.0f} MiB")
+        run.expect(now["files"] < FLOOD_FILES, f"host {host} has {now['files']:.0f} files open")
+        lines = now["lines"] - then["lines"]
+        run.expect(lines < FLOOD_LINES, f"host {host} has logged {lines:.0f} lines")
+
+
+def _use(node: LabNode) -> dict[str, float]:
+    """What a node's process takes: memory in MiB, open files, lines of its log so far."""
+    proc = Path(f"/proc/{node.process.pid}")
+    pages = int((proc / "statm").read_text().split()[1])
+    return {
+        "mib": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
+        "files": len(list((proc / "fd").iterdir())),
+        "lines": len(node.lines),
+    }
+
+
 RUNS: dict[str, tuple[str, Callable[[LabRing, Run], None]]] = {
     "cut_1s": ("shard 1 cut off without a FIN for 1 s", _cut_and_heal_at_once),
     "cut_20s": ("shard 1 cut off for 20 s, no standby", _cut_long),
@@ -424,6 +471,10 @@ RUNS: dict[str, tuple[str, Callable[[LabRing, Run], None]]] = {
     "throttle": ("cables of 2 Mbit/s", _worse(lambda lab: lab.throttle(2.0), 10.0, TOKENS // 10)),
     "flap": ("shard 1 cut off and healed each 3 s, four times", _flap),
     "client_cut": ("a client cut off without a FIN", _client_cut),
+    "flood": (
+        f"{FLOOD_RATE} forged mDNS packets a second for {FLOOD_S:g} s; shard 1 killed meanwhile",
+        _flood,
+    ),
     "standby": ("shard 1 cut off for 20 s, a standby waits", _cut_with_standby),
     "head": ("the head cut off for 15 s while its standby takes over", _head_cut_off),
 }
