@@ -3,8 +3,8 @@
     python scripts/mdns_flood.py --fleet NAME --address OWN [--seconds 10] [--rate 1000] [--victim ADDRESS]...
 
 What it sends, in turns: nodes that do not exist, at addresses where nobody is or at a port of a victim;
-records under the names of real nodes that point nowhere; goodbyes for real nodes; names without an address; TXT
-records that are too long or are no text; and noise. It prints how many packets it sent.
+records under the names of real nodes that point nowhere; goodbyes for real nodes; names without an address;
+TXT records that are too long or are no text; and noise. It prints how many packets it sent.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Container
 from typing import Final
 
@@ -11,7 +12,7 @@ from cascadia_p2p.discovery.mdns import Found, Mdns
 from cascadia_p2p.errors import UnreachableError
 from cascadia_p2p.types import Endpoint
 
-__all__ = ["find_head", "find_head_sync", "find_nodes", "find_nodes_sync"]
+__all__ = ["find_head", "find_nodes", "find_nodes_sync"]
 
 _QUIET = 0.7
 """Seconds after the last newcomer when all are taken to have answered."""
@@ -106,19 +107,14 @@ async def _listens(endpoint: Endpoint) -> bool:
     except (OSError, TimeoutError):
         return False
     writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
     return True
 
 
 def find_nodes_sync(fleet: str, *, timeout: float = 3.0, bind: str | None = None) -> list[Found]:
     """`find_nodes` outside of an event loop."""
     return asyncio.run(find_nodes(fleet, timeout=timeout, bind=bind))
-
-
-def find_head_sync(
-    fleet: str, *, timeout: float = 5.0, bind: str | None = None, besides: Container[Endpoint] = ()
-) -> Endpoint:
-    """`find_head` outside of an event loop."""
-    return asyncio.run(find_head(fleet, timeout=timeout, bind=bind, besides=besides))
 
 
 async def _search(

@@ -23,7 +23,7 @@ _MAX_HOSTS = 64
 
 RATE: Final = 32_768
 BURST: Final = 131_072
-"""Bytes a second, and at once, that are taken from one other machine: far more than a dozen nodes on it say."""
+"""Bytes a second, and at once, that are taken from one other machine: more than a dozen nodes on it say."""
 
 ALL_RATE: Final = 8 * RATE
 ALL_BURST: Final = 8 * BURST

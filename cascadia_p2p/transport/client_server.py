@@ -43,7 +43,7 @@ HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
 UNACKNOWLEDGED_MS: Final = 5000
-"""Until a client is gone whose machine takes nothing: no heartbeat is sent while answers fill the way to it."""
+"""Until a client is gone whose machine takes nothing: no heartbeat leaves while answers fill the way."""
 
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
