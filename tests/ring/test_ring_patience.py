@@ -1,4 +1,4 @@
-"""What lasts: loads that hang, ports that stay shut, spare nodes that all want the same gap; nobody is given up."""
+"""What lasts: loads that hang, ports that stay shut, many spare nodes and one gap; nobody is given up."""
 
 from __future__ import annotations
 
