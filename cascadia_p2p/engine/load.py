@@ -16,7 +16,6 @@ from cascadia_p2p.engine.kernels.instructions import instructions
 from cascadia_p2p.engine.matrix import MatrixBackend
 from cascadia_p2p.engine.memory import MemoryNeed, available_memory, require_memory, stage_memory
 from cascadia_p2p.engine.model import StagePlan
-from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
 from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.matrices.encoding import Encoding
@@ -116,6 +115,9 @@ def new_backend(device: str, precision: str, rows: int, threads: int) -> MatrixB
     """
     if backend_of(device) is Backend.KERNELS:
         return KernelBackend(precision, rows, threads)
+    # Its import takes a tenth of a node's start, and most nodes do without.
+    from cascadia_p2p.engine.openvino.backend import OpenVINOBackend
+
     # What leaves the range of a device's numbers is computed again from the same stored matrices.
     fallback = None if instructions() is None else KernelBackend("exact", rows, threads)
     return OpenVINOBackend(device, threads, rows, fallback=fallback)

@@ -138,7 +138,7 @@ class ClientList:
             raise WireError("a list of clients needs 'clients' and 'mac'")
         made = cls()._with({entry.key: entry for entry in _entries(raw.get("clients"))})
         # The body is spelled anew: one list has one spelling.
-        if not hmac.compare_digest(_mac(made._body(), pair), raw["mac"]):
+        if not hmac.compare_digest(_mac(made._body(), pair).encode(), raw["mac"].encode()):
             raise WireError("a list of clients was not made with this fleet's key, or was changed since")
         return made
 

@@ -143,7 +143,7 @@ class DataThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self.turn()
         except BaseException as error:
             _log.exception("data_thread_died", message="the data thread has ended on its own")
             self._reports.died(f"the data thread has ended: {type(error).__name__}: {error}")
@@ -155,7 +155,7 @@ class DataThread:
                 self._sender.close()
             self._receiver.close()
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Carry out the commands, then do one thing: take a frame, start one, or wait."""
         while self._commands and not self._stopping:
             self._commands.popleft()()

@@ -76,7 +76,7 @@ class MetricsServer:
         """One request, one answer; whatever goes wrong ends this connection and nothing else."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                writer.write(await self._answer(reader))
+                writer.write(await answer(reader, self._text))
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
@@ -90,23 +90,33 @@ class MetricsServer:
         finally:
             writer.transport.abort()
 
-    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            words = f"a request may have {MAX_HEAD_BYTES} bytes"
-            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, words)
-        parts = head.split(b"\r\n", 1)[0].split(b" ")
-        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
-            return _response(HTTPStatus.BAD_REQUEST, "this port speaks HTTP/1: GET /metrics")
-        method, target, _ = parts
-        if target.partition(b"?")[0] != b"/metrics":
-            return _response(HTTPStatus.NOT_FOUND, "there is only /metrics")
-        if method not in (b"GET", b"HEAD"):
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered", b"Allow: GET, HEAD\r\n")
-        body = self._text()
-        made = _response(HTTPStatus.OK, body, kind=CONTENT_TYPE_PLAIN_0_0_4)
-        return made[: -len(body)] if method == b"HEAD" else made
+
+async def answer(reader: asyncio.StreamReader, text: Callable[[], bytes]) -> bytes:
+    """The response to one request.
+
+    Args:
+        reader: of the connection; its limit bounds the request.
+        text: makes what `/metrics` says.
+
+    Raises:
+        IncompleteReadError: the connection ended before the request did.
+    """
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        words = f"a request may have {MAX_HEAD_BYTES} bytes"
+        return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, words)
+    parts = head.split(b"\r\n", 1)[0].split(b" ")
+    if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
+        return _response(HTTPStatus.BAD_REQUEST, "this port speaks HTTP/1: GET /metrics")
+    method, target, _ = parts
+    if target.partition(b"?")[0] != b"/metrics":
+        return _response(HTTPStatus.NOT_FOUND, "there is only /metrics")
+    if method not in (b"GET", b"HEAD"):
+        return _response(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is answered", b"Allow: GET, HEAD\r\n")
+    body = text()
+    made = _response(HTTPStatus.OK, body, kind=CONTENT_TYPE_PLAIN_0_0_4)
+    return made[: -len(body)] if method == b"HEAD" else made
 
 
 def _response(status: HTTPStatus, body: str | bytes, more: bytes = b"", *, kind: str = _PLAIN) -> bytes:

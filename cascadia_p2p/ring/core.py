@@ -117,7 +117,8 @@ class Core:
         """Something changed that an assignment, a formation or a role may depend on."""
         self._out: list[Action] = []
         self._used: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._told: State | None = None
+        self._told: tuple[object, ...] | None = None
+        """The part of the last State whose change is told at once."""
         self._told_at = now - times.state
 
     # ------------------------------------------------------------------ the outbox
@@ -249,22 +250,27 @@ class Core:
 
     def tell_state(self) -> None:
         """Send State to every peer when it changed, or when the last is `Times.state` old."""
+        seat = self.seat
+        telling = (
+            self.shard, self.claim_state, self.holds, self.serves_clients, self.counter,
+            seat.epoch if seat else None, self.standby, self.layer_s, self.leaving is not None, self.pace,
+        )  # fmt: skip
+        if telling == self._told and self.now - self._told_at < self.times.state:
+            return
+        self._told, self._told_at = telling, self.now
+        nodes = tuple(peer.node for peer in self.peers)
+        if not nodes:
+            return
         state = State.model_validate(
             {
                 "node": self.node, "instance": self.instance, "claim": self.claim(), "holds": self.holds,
-                "client": self._client(), "epoch": self.counter,
-                "ring": self.seat.epoch if self.seat else None,
+                "client": self._client(), "epoch": self.counter, "ring": seat.epoch if seat else None,
                 "progress": self.progress, "standby": self.standby, "layer_s": self.layer_s,
                 "leaving": self.leaving is not None,
                 "pace": self.pace,
             }
         )  # fmt: skip
-        due = self.now - self._told_at >= self.times.state
-        if not due and self._told is not None and _lasting(state) == _lasting(self._told):
-            return
-        self._told, self._told_at = state, self.now
-        if nodes := tuple(peer.node for peer in self.peers):
-            self.act(Broadcast(nodes, state))
+        self.act(Broadcast(nodes, state))
 
     def beat(self) -> Beat:
         """The heartbeat for the present seat."""
@@ -339,9 +345,3 @@ class Core:
         seat, self.seat = self.seat, None
         self.dirty = True
         self.act(CloseRing(seat.epoch, reason, missing, seat.open, held))
-
-
-def _lasting(state: State) -> State:
-    """The part of a State whose change is told at once."""
-    claim = state.claim.model_copy(update={"age_s": 0.0})
-    return state.model_copy(update={"claim": claim, "progress": 0.0})

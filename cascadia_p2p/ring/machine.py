@@ -158,6 +158,11 @@ class RingMachine:
         self._core.now = max(self._core.now, now)
         return snapshot.take(self._core, self._head, self.counts())
 
+    def missing(self, now: float) -> tuple[int, ...]:
+        """Shards that nobody serves, without a ring; none while there is one."""
+        self._core.now = max(self._core.now, now)
+        return snapshot.missing(self._core)
+
     def counts(self) -> dict[str, int]:
         """What was dropped, by reason."""
         return {

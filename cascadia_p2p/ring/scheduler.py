@@ -20,6 +20,7 @@ A frame (`Policy` has the numbers):
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ class _Ring:
     prefixes: Prefixes | None
     number: int = 0
     in_flight: deque[int] = field(default_factory=deque)
+    asked: deque[tuple[Stream, ...]] = field(default_factory=deque)
+    """For each frame in flight, the streams whose next token it asks for."""
 
 
 class Scheduler:
@@ -212,8 +215,9 @@ class Scheduler:
         if ring is None or not ring.in_flight or ring.in_flight[0] != number:
             raise ValueError(f"the token frame {number} answers no frame in flight")
         ring.in_flight.popleft()
+        asked = ring.asked.popleft()
         updates: list[Update] = []
-        if not len(records):
+        if not len(records) and not asked:
             return updates
         named = alternatives.tolist() if len(alternatives) else []
         first = 0
@@ -229,6 +233,10 @@ class Scheduler:
                 score = Score(logprob, tuple(named[first:last]))
                 updates.append(self._advance(stream, position, token, score, now))
             first = last
+        for stream in asked:
+            # A stream that went on awaits the token of a later frame, if any; one put back started in a later one.
+            if stream.awaited and number >= stream.started_frame and self._running.get(stream.id) is stream:
+                updates.append(self._give_up(stream, f"frame {number} came back without its token"))
         return updates
 
     # --- admission ----------------------------------------------------------------------------------------
@@ -332,6 +340,7 @@ class Scheduler:
             self._turns.sent(stream, rows)
             tokens += stream.ids[start:end]
             segments.append((stream.id, slot, start, rows, _WANT_TOKEN if stream.awaited else 0, 0, 0))
+        ring.asked.append(tuple(stream for stream, _ in windows if stream.awaited))
         return Plan(
             ring.number,
             np.array(segments, SEGMENT),
@@ -354,8 +363,9 @@ class Scheduler:
     def _advance(self, stream: Stream, position: int, token: int, score: Score, now: float) -> Update:
         if position != len(stream.ids) or not stream.awaited:
             text = f"the ring answered position {position} where {len(stream.ids)} was due"
-            self._retire(stream, keep=False)
-            return Update(stream, error=RequestError(ErrorCode.INTERNAL, text))
+            return self._give_up(stream, text)
+        if not _sound(token, score):
+            return self._give_up(stream, f"the ring answered {token} with {score.logprob}, which is no token")
         stream.ids.append(token)
         stream.awaited = False
         stream.last_token_at = now
@@ -368,6 +378,11 @@ class Scheduler:
             self._retire(stream, keep=True)
             self._finished.append(now)
         return Update(stream, (token,), finish, scores=(score,))
+
+    def _give_up(self, stream: Stream, why: str) -> Update:
+        """End a stream to which the ring gave a wrong answer, or none."""
+        self._retire(stream, keep=False)
+        return Update(stream, error=RequestError(ErrorCode.INTERNAL, why))
 
     def _finish(self, stream: Stream, token: int) -> FinishReason | None:
         if token in stream.request.stop_ids:
@@ -425,6 +440,12 @@ class Scheduler:
                 ring.prefixes.end(stream.holding)
             ring.free.append(stream.slot)
         stream.slot, stream.holding = None, None
+
+
+def _sound(token: int, score: Score) -> bool:
+    """Whether a tail's answer can be a token: what is no number is not below infinity."""
+    named = all(each >= 0 and logprob < math.inf for each, logprob in score.alternatives)
+    return token >= 0 and score.logprob < math.inf and named
 
 
 def _overflow(prompt: int, context: int) -> RequestError:

@@ -25,9 +25,8 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
     nothing new is started), admitting, highest_epoch, dropped (counts by reason).
     """
     seat = core.seat
-    chosen = plan(core)
     elsewhere = _epoch_elsewhere(core)
-    missing: tuple[int, ...] = () if seat is not None or elsewhere is not None else chosen.missing
+    lacking = missing(core)
     return {
         "state": state_of(core, head),
         "node": core.node,
@@ -50,11 +49,16 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
             _own(core),
             *(_peer(core, peer) for peer in sorted(core.peers, key=lambda each: each.node)),
         ],
-        "missing": list(missing),
-        "waiting_for": chosen.words if missing else "",
+        "missing": list(lacking),
+        "waiting_for": plan(core).words if lacking else "",
         "suspect": [peer.node for peer in core.peers if core.peers.is_suspect(peer, core.now)],
         "dropped": dict(counts),
     }
+
+
+def missing(core: Core) -> tuple[int, ...]:
+    """Shards without a live loaded node; none while this node is in a ring, or knows of one."""
+    return () if core.seat is not None or _epoch_elsewhere(core) is not None else plan(core).missing
 
 
 def state_of(core: Core, head: Head) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Final, NoReturn, TypeAlias
 
+import orjson
+
 from cascadia_p2p.errors import ErrorCode, RequestError, ShardError
 from cascadia_p2p.text.detokenizer import Detokenizer
 from cascadia_p2p.text.reply import Part, ToolCall
@@ -47,6 +49,7 @@ _OPTIONAL: Final = (
 )
 _OTHER_SPELLINGS: Final = {"content_xml": "unused_200024"}
 _LONGEST_AUTHOR: Final = 64
+_DEEPEST: Final = 64
 
 
 class InklingFraming:
@@ -280,17 +283,37 @@ def _call_of(call: object) -> tuple[str, object]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _parsed(arguments)
         except ValueError:
             # As it came: the model may have written it so.
             return str(function["name"]), arguments
     return str(function["name"]), arguments
 
 
+def _parsed(text: str) -> object:
+    """The JSON value in a text.
+
+    Raises:
+        ValueError: it is none, or none that every reader of a reply takes: infinities, halves of characters, or
+            lists within lists without end.
+    """
+    value: object = orjson.loads(text)
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for each in level if isinstance(each, dict | list) for inner in _inside(each)]
+        if not level:
+            return value
+    raise ValueError(f"lists and objects stand in one another more than {_DEEPEST} deep")
+
+
+def _inside(value: dict[str, object] | list[object]) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value
+
+
 def _read_call(author: str, text: str) -> ToolCall:
     """A call as the model wrote it."""
     try:
-        value = json.loads(text)
+        value = _parsed(text)
     except ValueError:
         return ToolCall(author, text)
     if isinstance(value, dict) and isinstance(value.get("name", author), str):

@@ -20,7 +20,15 @@ from pydantic import (
 from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.types import MAX_TEMPERATURE
 from cascadia_p2p.wire.frames import MAX_ALTERNATIVES
-from cascadia_p2p.wire.model import Message, explain, json_type, parse_object
+from cascadia_p2p.wire.model import (
+    MAX_COUNT,
+    Count,
+    JsonObject,
+    Message,
+    explain,
+    json_type,
+    parse_object,
+)
 
 MAX_REQUEST_BYTES: Final = 1 << 23
 """Bytes of a request or of a reply, at most."""
@@ -69,7 +77,7 @@ def _checked_logprobs(value: object) -> int | None:
 Stop = Annotated[str, AfterValidator(_checked_stop)]
 Stops = Annotated[tuple[Stop, ...], Strict(False), Field(max_length=MAX_STOPS, fail_fast=True)]
 JsonObjects = Annotated[
-    tuple[dict[str, JsonValue], ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)
+    tuple[JsonObject, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)
 ]
 Effort = Annotated[float | str, PlainValidator(_checked_effort)]
 Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
@@ -212,9 +220,9 @@ class Usage(Message):
 
     model_config = ConfigDict(extra="ignore")
 
-    prompt_tokens: Annotated[int, Field(ge=0)]
-    completion_tokens: Annotated[int, Field(ge=0)]
-    cached_tokens: Annotated[int, Field(ge=0)] = 0
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0
 
 
 class Timings(Message):
@@ -233,7 +241,7 @@ class ToolCall(Message):
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["function"] = "function"
-    function: dict[str, JsonValue]
+    function: JsonObject
 
 
 class ScoredToken(Message):
@@ -283,7 +291,7 @@ class StreamPiece(Reply):
         logprobs: of these ids, if they were asked for.
     """
 
-    seq: Annotated[int, Field(ge=1)]
+    seq: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     text: str | None = None
     reasoning: str | None = None
     token_ids: TokenIds
@@ -298,7 +306,7 @@ class QueueNotice(Reply):
         queued: its place in the queue; 1 is next.
     """
 
-    queued: Annotated[int, Field(ge=1)]
+    queued: Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 class GenerateReply(Reply):
@@ -324,7 +332,7 @@ class GenerateReply(Reply):
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
-    seq: Annotated[int, Field(ge=1)] | None = None
+    seq: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     final: Literal[True] | None = None
 
 
@@ -364,7 +372,7 @@ class CancelReply(Reply):
 class StatusReply(Reply):
     """The answer to a status request."""
 
-    status: dict[str, JsonValue]
+    status: JsonObject
 
 
 ClientReply: TypeAlias = GenerateReply | StreamPiece | QueueNotice | ErrorReply | CancelReply | StatusReply

@@ -21,6 +21,7 @@ from cascadia_p2p.wire.model import (
     Count,
     Fingerprint,
     Formation,
+    JsonObject,
     Line,
     Message,
     Name,
@@ -308,7 +309,7 @@ class StatusReport(ControlBase):
     """The answer to a status query."""
 
     type: Literal["status_report"] = "status_report"
-    body: dict[str, JsonValue]
+    body: JsonObject
 
 
 class Clients(Message):

@@ -49,6 +49,22 @@ def _checked_epoch(epoch: Epoch) -> Epoch:
     return epoch
 
 
+def _writable(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    waiting: list[JsonValue] = [value]
+    while waiting:
+        match waiting.pop():
+            case dict() as inner:
+                waiting += inner.values()
+            case list() as inner:
+                waiting += inner
+            case int() as number if not -MAX_COUNT - 1 <= number < 2 * (MAX_COUNT + 1):
+                raise ValueError("a whole number needs 64 bits or fewer")
+    return value
+
+
+JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
+"""Any JSON object that can be written again."""
+
 Address = Annotated[Endpoint, AfterValidator(_checked_endpoint)]
 Formation = Annotated[Epoch, AfterValidator(_checked_epoch)]
 

@@ -1,0 +1,1 @@
+"""Fuzzing of everything that reads bytes from outside: one target a decoder, and what drives them."""
