@@ -94,6 +94,8 @@ def test_imports_point_one_way(path: Path) -> None:
     libraries = {name.split(".")[0] for name in names}
     assert not libraries & FORBIDDEN.get(room, set())
     assert not libraries & {"pickle", "marshal", "shelve", "dill"}, "STK-11: nothing that runs what it reads"
+    forks = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "os.fork", "pty"}
+    assert not {name for name in names if name in forks or name.startswith("multiprocessing.")}, "STK-09"
     if "zmq" in libraries:
         assert room == "transport", "only transport knows ZeroMQ"
     if room in ALLOWED:
