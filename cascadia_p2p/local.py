@@ -26,6 +26,9 @@ from cascadia_p2p.types import Endpoint
 HOST: Final = "127.0.0.1"
 LOWEST_PORT: Final = 20000
 HIGHEST_PORT: Final = 32000
+COMMAND: Final = (sys.executable, "-m", "cascadia_p2p")
+"""What runs the command line."""
+
 END_S: Final = 10.0
 """Seconds that a node gets to end by itself."""
 
@@ -56,11 +59,12 @@ class LocalNode:
     port: int
     lines: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
+    host: str = HOST
 
     @property
     def control(self) -> Endpoint:
         """Where its control socket is bound."""
-        return Endpoint(HOST, self.port)
+        return Endpoint(self.host, self.port)
 
 
 class LocalRing:
@@ -86,16 +90,20 @@ class LocalRing:
         self._events: queue.Queue[NodeEvent] = queue.Queue()
         self._given: set[int] = set()
 
-    def start_node(self, *flags: str, port: int | None = None) -> LocalNode:
+    def start_node(
+        self, *flags: str, port: int | None = None, host: str = HOST, command: Sequence[str] = COMMAND
+    ) -> LocalNode:
         """Start one more node; it knows the first one's address beside mDNS.
 
         Args:
             flags: for this node.
             port: its control port; a free one by default.
+            host: its address.
+            command: runs the command line, in another network namespace for instance.
         """
         port = self._free_ports() if port is None else port
-        command = [sys.executable, "-m", "cascadia_p2p", "join", "--model", str(self._model)]
-        command += ["--fleet", self.fleet, "--bind", HOST, "--port", str(port), "--client-port", "0"]
+        command = [*command, "join", "--model", str(self._model)]
+        command += ["--fleet", self.fleet, "--bind", host, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
         if self.nodes:
             command += ["--peer", str(self.nodes[0].control)]
@@ -105,7 +113,7 @@ class LocalRing:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        node = LocalNode(len(self.nodes), process, port)
+        node = LocalNode(len(self.nodes), process, port, host=host)
         node.reader = threading.Thread(target=self._read, args=(node,), daemon=True)
         node.reader.start()
         self.nodes.append(node)
