@@ -30,6 +30,7 @@ from crowds.seats import SAMPLE, Machine, Seats, client_endpoint, seated
 from crowds.storm import GAP_S, Storm, plan
 from netlab import Lab, missing
 
+from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.local import COMMAND
 from cascadia_p2p.logs import configure_logs
 
@@ -38,14 +39,14 @@ CONTROL: Final = 7600
 CLIENT: Final = 7700
 CONTEXT: Final = 256
 PROMPTS: Final = 12
-CALM_S: Final = 0.1
+CALM: Final = 0.1
 """Share of the time at either end without a storm: memory is compared between these."""
 
 GROWN_MB: Final = 8.0
 """What the allocators of a process may still take up behind the calm at the beginning."""
 
-ANSWER_KB: Final = 4
-"""What a head keeps of each complete answer for ten minutes, at most."""
+MORE_OPEN: Final = 4
+"""Descriptors beyond those of before: connections to peers that are just made or ended."""
 
 SETTLE_S: Final = 60.0
 
@@ -64,6 +65,7 @@ class Watch:
     def __init__(self, seats: Seats, spared: list[int]) -> None:
         self._processes = {seat: psutil.Process(seats.seats[seat].process.process.pid) for seat in spared}
         self.samples: list[tuple[float, dict[int, float]]] = []
+        self.before = self.descriptors()
 
     async def look(self, every_s: float) -> None:
         """Note resident megabytes for ever."""
@@ -76,6 +78,20 @@ class Watch:
     def descriptors(self) -> dict[int, int]:
         """Open descriptors by seat."""
         return {seat: each.num_fds() for seat, each in self._processes.items()}
+
+    def faults(self, behind_s: float) -> list[str]:
+        """Which processes have grown since a time, or have more open than at first, in words."""
+        after = self.descriptors()
+        grown = [
+            f"the process of seat {seat} has grown by {more} MB; {GROWN_MB} MB are allowed"
+            for seat, more in self.grown(behind_s).items()
+            if more > GROWN_MB
+        ]
+        return grown + [
+            f"the process of seat {seat} has {after[seat]} descriptors open, {count} before"
+            for seat, count in self.before.items()
+            if after[seat] > count + MORE_OPEN
+        ]
 
     def slopes(self, behind_s: float) -> dict[int, float]:
         """Megabytes an hour by seat, by least squares over the samples behind a time."""
@@ -104,9 +120,8 @@ async def rage(seats: Seats, args: argparse.Namespace, lab: Lab | None) -> dict[
     asked = prompts(PROMPTS, 60, 250, args.seed)
     known = await learn(client_endpoint(head).tcp, asked, TOKENS)
     watch = Watch(seats, spared)
-    before = watch.descriptors()
     looking = asyncio.create_task(watch.look(min(1.0, seconds / 60)))
-    calm = seconds * CALM_S
+    calm = seconds * CALM
     started = time.monotonic()
     readers = Readers(seats.ring.fleet, known, args.seed, lambda: time.monotonic() - started > seconds)
     killed = [number for number in range(len(seats.seats)) if number not in spared]
@@ -126,18 +141,7 @@ async def rage(seats: Seats, args: argparse.Namespace, lab: Lab | None) -> dict[
     taken = await at_rest(seats, faults)
     await asyncio.sleep(min(calm, 5.0))
     looking.cancel()
-    after, grown = watch.descriptors(), watch.grown(calm)
-    faults += [
-        f"the process of seat {seat} has grown by {more} MB; {GROWN_MB} MB are allowed"
-        for seat, more in grown.items()
-        if more > GROWN_MB
-    ]
-    faults += [
-        f"the process of seat {seat} has {after[seat]} descriptors open, {before[seat]} before"
-        for seat in spared
-        if after[seat] > before[seat] + 4
-    ]
-    faults += unexpected(seats)
+    faults += watch.faults(calm) + unexpected(seats)
     return {
         "seconds": round(took, 1),
         "requests": outcome.ended.total(),
@@ -148,9 +152,9 @@ async def rage(seats: Seats, args: argparse.Namespace, lab: Lab | None) -> dict[
         "rings_opened": len(seats.logged("ring_open", 0.0, shard=0)),
         "slots_taken_after": taken,
         "spared_seats": spared,
-        "grown_mb": grown,
+        "grown_mb": watch.grown(calm),
         "slope_mb_an_hour": watch.slopes(calm),
-        "descriptors": {"before": before, "after": after},
+        "descriptors": {"before": watch.before, "after": watch.descriptors()},
         "events": count(storm.happened),
         "faults": faults[:40],
         "fault_count": len(faults),
@@ -169,8 +173,11 @@ def cut(lab: Lab, seat: int, away: bool) -> None:
 async def at_rest(seats: Seats, faults: list[str]) -> list[int]:
     """Wait until no node holds a slot and the head has no request; slots that are still taken are a fault."""
     deadline = time.monotonic() + SETTLE_S
-    while True:
+    try:
         await seats.whole(SETTLE_S)
+    except CascadiaError as error:
+        faults.append(str(error))
+    while True:
         bodies = await asyncio.gather(*map(seats.status, seats.seats))
         taken = [-1 if body is None else int(body["data_thread"]["slots_taken"]) for body in bodies]
         requests = [body["requests"] for body in bodies if body is not None and body["is_head"]]
