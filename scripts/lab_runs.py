@@ -128,10 +128,11 @@ class LabRing:
         lab: at least `HOSTS` hosts.
         scratch: directory for the model, keys and states.
         streams: readers of a run.
+        tokens: of each answer.
     """
 
-    def __init__(self, lab: Lab, scratch: Path, streams: int) -> None:
-        self.lab, self.scratch, self.streams = lab, scratch, streams
+    def __init__(self, lab: Lab, scratch: Path, streams: int, tokens: int = TOKENS) -> None:
+        self.lab, self.scratch, self.streams, self.tokens = lab, scratch, streams, tokens
         self.nodes: dict[int, LabNode] = {}
         self.client: Reader
         self.expected: dict[int, list[int]] = {}
@@ -149,7 +150,7 @@ class LabRing:
             self.start(host, host)
         self.client = self.reader(CLIENT_HOST)
         self.whole()
-        answers = self.client.ask(range(self.streams), TOKENS)
+        answers = self.client.ask(range(self.streams), self.tokens)
         for number, answer in enumerate(answers.wait(PATIENCE_S)):
             self.expected[number] = answer["ids"]
 
@@ -212,12 +213,12 @@ class Breaking:
     Args:
         ring: whole.
         run: taken down here.
-        tokens: that each stream asks for.
+        part: of the ring's tokens, that each stream asks for.
     """
 
-    def __init__(self, ring: LabRing, run: Run, tokens: int = TOKENS) -> None:
-        self.ring, self.run, self.tokens = ring, run, tokens
-        self.answers = ring.client.ask(range(ring.streams), tokens)
+    def __init__(self, ring: LabRing, run: Run, part: float = 1.0) -> None:
+        self.ring, self.run, self.tokens = ring, run, int(part * ring.tokens)
+        self.answers = ring.client.ask(range(ring.streams), self.tokens)
         self.answers.begun(BEGUN, PATIENCE_S)
         self.at = time.time()
 
@@ -346,7 +347,7 @@ def _hop(backwards: bool) -> Callable[[LabRing, Run], None]:
     return act
 
 
-def _worse(change: Callable[[Lab], None], seconds: float, tokens: int) -> Callable[[LabRing, Run], None]:
+def _worse(change: Callable[[Lab], None], seconds: float, part: float) -> Callable[[LabRing, Run], None]:
     """A network that is worse for a while, from before the streams until after them."""
 
     def act(ring: LabRing, run: Run) -> None:
@@ -355,7 +356,7 @@ def _worse(change: Callable[[Lab], None], seconds: float, tokens: int) -> Callab
         change(ring.lab)
         try:
             while True:
-                broken = Breaking(ring, run, tokens)
+                broken = Breaking(ring, run, part)
                 broken.answers.wait(PATIENCE_S)
                 if time.time() - before > seconds:
                     break
@@ -384,7 +385,7 @@ def _head_cut_off(ring: LabRing, run: Run) -> None:
     old = ring.serving(0)
     beside = ring.reader(old)
     broken = Breaking(ring, run)
-    theirs = beside.ask([0], TOKENS)
+    theirs = beside.ask([0], ring.tokens)
     theirs.begun(1, PATIENCE_S)
     broken.at = time.time()
     ring.lab.cut(old, silent=True)
@@ -476,9 +477,9 @@ RUNS: dict[str, tuple[str, Callable[[LabRing, Run], None]]] = {
     "mute": ("shard 1 gets all, what it sends vanishes", _one_way("out")),
     "hop": ("nothing gets from shard 1 to 2, all else does", _hop(False)),
     "hop_back": ("nothing gets from shard 2 to 1, all else does", _hop(True)),
-    "loss_5": ("5 % of all frames lost", _worse(lambda lab: lab.lose(5.0), 20.0, TOKENS // 4)),
-    "delay_50": ("50 ms longer on every way", _worse(lambda lab: lab.delay(50.0), 20.0, TOKENS // 10)),
-    "throttle": ("cables of 2 Mbit/s", _worse(lambda lab: lab.throttle(2.0), 10.0, TOKENS // 10)),
+    "loss_5": ("5 % of all frames lost", _worse(lambda lab: lab.lose(5.0), 20.0, 0.25)),
+    "delay_50": ("50 ms longer on every way", _worse(lambda lab: lab.delay(50.0), 20.0, 0.1)),
+    "throttle": ("cables of 2 Mbit/s", _worse(lambda lab: lab.throttle(2.0), 10.0, 0.1)),
     "flap": ("shard 1 cut off and healed each 3 s, four times", _flap),
     "client_cut": ("a client cut off without a FIN", _client_cut),
     "flood": (

@@ -24,7 +24,7 @@ def lab_runs(netlab: ModuleType) -> Iterator[ModuleType]:
 @pytest.fixture(scope="module")
 def ring(netlab: ModuleType, lab_runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with netlab.Lab(lab_runs.HOSTS + 1, f"l{os.getpid()}") as lab:
-        made = lab_runs.LabRing(lab, tmp_path_factory.mktemp("lab-runs"), streams=2)
+        made = lab_runs.LabRing(lab, tmp_path_factory.mktemp("lab-runs"), streams=2, tokens=300)
         made.prepare()
         yield made
 
