@@ -170,7 +170,7 @@ class Flow:
         """
         if not self.begun():
             return Flow(self.request, self._on_queued, self._before)
-        if self.request.key is None or self.request.logprobs is not None:
+        if self.request.key is None:
             raise HeadLostError("the answer broke off and can not be taken up in its midst: ask again")
         request = self.request.model_copy(update={"held": tuple(self._ids)})
         return Flow(request, self._on_queued, self._before + self._seq)

@@ -236,7 +236,7 @@ class Client:
             on the head's own machine.
         retry: ask again, within the time limit, when the head has no room for the request (`overloaded`),
             and for half a minute when it was lost: another one, or the same once it is back, goes on with
-            the answer where it broke off, except with `logprobs`.
+            the answer where it broke off; with `logprobs` only one that knows those of what has come.
 
     All calls raise `UnreachableError` (nobody there, the head went away, time over) and `RequestError`
     (the head's own refusal; see `code`). None of them hangs when the head dies.

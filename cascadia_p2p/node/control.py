@@ -176,13 +176,18 @@ class ControlPlane:
 
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
-        return self._give_node(node, encode(message))
+        return self.post(node, encode(message))
 
     def send_all(self, nodes: Iterable[NodeId], message: ControlMessage) -> None:
         """Send the same to several nodes."""
         data = encode(message)
         for node in nodes:
-            self._give_node(node, data)
+            self.post(node, data)
+
+    def post(self, node: NodeId, data: bytes) -> bool:
+        """What `send` does, for a message that is encoded already."""
+        routes = self._routes.get(node)
+        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def broadcast(self, message: ControlMessage) -> None:
         """Send to every node that is known."""
@@ -236,10 +241,6 @@ class ControlPlane:
         self._server.close()
 
     # --- inside -------------------------------------------------------------------------------------------
-
-    def _give_node(self, node: NodeId, data: bytes) -> bool:
-        routes = self._routes.get(node)
-        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def _give(self, link: int, data: bytes) -> bool:
         dialled = self._dialled.get(link)

@@ -72,12 +72,14 @@ class ClientCall:
         data: the request.
         one_reply: it came straight from a REQ socket, which takes one reply a request.
         surplus: its connection is one more than the limit.
+        client: the public key that its connection was admitted with; empty for one in the clear.
     """
 
     route: Route
     data: bytes
     one_reply: bool = False
     surplus: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +274,9 @@ class ClientServer:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
         event = read_request(parts, connection)
-        if isinstance(event, ClientCall) and connection in self._surplus:
-            event = replace(event, surplus=True)
+        if isinstance(event, ClientCall) and (connection in self._surplus or key is not None):
+            client = "" if key is None else key.decode()
+            event = replace(event, surplus=connection in self._surplus, client=client)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:
