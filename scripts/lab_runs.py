@@ -230,12 +230,13 @@ class Breaking:
         """
         ring, run = self.ring, self.run
         done = self.answers.wait(PATIENCE_S)
-        run.answers = len(done)
-        run.right = sum(
+        right = sum(
             each.get("ids") == ring.expected[number][: self.tokens] for number, each in enumerate(done)
         )
         errors = [str(each["error"]) for each in done if each.get("error")]
-        run.expect(run.right == run.answers, f"{run.answers - run.right} answers are wrong: {errors[:1]}")
+        run.expect(right == len(done), f"{len(done) - right} answers are wrong: {errors[:1]}")
+        run.answers += len(done)
+        run.right += right
         try:
             ring.whole()
         except LabError as error:
@@ -357,11 +358,11 @@ def _worse(change: Callable[[Lab], None], seconds: float, part: float) -> Callab
         try:
             while True:
                 broken = Breaking(ring, run, part)
-                broken.answers.wait(PATIENCE_S)
+                broken.settle(same_epoch=True)
+                run.token = None
                 if time.time() - before > seconds:
                     break
-            broken.at = before
-            broken.settle(same_epoch=True)
+            run.expect(not ring.said(before, "ring_closed"), "the ring was lost")
         finally:
             ring.lab.heal(ALL)
 
