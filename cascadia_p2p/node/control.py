@@ -257,7 +257,7 @@ class ControlPlane:
                 self._accepted.move_to_end(call.identity)
                 if len(self._accepted) > MAX_ACCEPTED:
                     self._forget_accepted(next(iter(self._accepted.values())).link)
-                self._take(call.data, accepted.link, _who(accepted.owner))
+                self._take(call.data, accepted.link, _who(accepted.owner, call.host))
 
     def _turned_away(self, stranger: Stranger) -> None:
         self.strangers += 1
@@ -356,5 +356,5 @@ class ControlPlane:
                     return False
 
 
-def _who(owner: tuple[NodeId, Instance] | None) -> str:
-    return "an unknown address" if owner is None else f"node {owner[0]}"
+def _who(owner: tuple[NodeId, Instance] | None, host: str) -> str:
+    return (host or "an unknown address") if owner is None else f"node {owner[0]}"

@@ -21,6 +21,7 @@ PATIENCE_S: Final = 5.0
 """For a request to arrive whole, and for its answer to be taken."""
 
 _PLAIN: Final = "text/plain; charset=utf-8"
+_TAKEN: Final = b"HTTP/1.1 200 "
 _log = structlog.get_logger()
 
 
@@ -38,6 +39,8 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self._failed = False
+        self.refused = {"surplus": 0, "malformed": 0, "unfinished": 0}
+        """Connections and requests that were not answered with metrics, by why."""
         host, port = listener.getsockname()[:2]
         self.endpoint = Endpoint(str(host), int(port))
         """Where it serves."""
@@ -66,6 +69,7 @@ class MetricsServer:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
+            self.refused["surplus"] += 1
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="metrics")
@@ -76,12 +80,14 @@ class MetricsServer:
         """One request, one answer; whatever goes wrong ends this connection and nothing else."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                writer.write(await answer(reader, self._text))
+                said = await answer(reader, self._text)
+                self.refused["malformed"] += not said.startswith(_TAKEN)
+                writer.write(said)
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass
+            self.refused["unfinished"] += 1
         except Exception:
             # Said once: a scraper comes again and again.
             if not self._failed:
