@@ -3,8 +3,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import orjson
 import pytest
@@ -123,6 +125,16 @@ def test_closed_stream_is_no_error() -> None:
     configure_logs(stream=stream)
     stream.close()
     structlog.get_logger().info("anything")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_rpc_03_a_log_that_finds_the_disk_full_ends_nothing() -> None:
+    stream = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails, as all writing does
+    configure_logs(stream=stream)
+    for number in range(2000):
+        structlog.get_logger().warning("ring_closed", message="x" * 100, number=number)
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()
 
 
 def test_library_warnings_come_through_once() -> None:

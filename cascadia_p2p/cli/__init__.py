@@ -7,6 +7,7 @@ memory or no plan, 5 version or model mismatch, 6 unreachable, 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -38,6 +39,9 @@ COMMANDS: Final = {
 
 INTERRUPTED: Final = 130
 
+_NO_ROOM: Final = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Why output may not be taken, through no fault of the program."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises for what a user can cause."""
@@ -55,10 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone; nothing may be written while the interpreter shuts down either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
+        return 1
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        _write_no_more()
+        print(f"cascadia-p2p: the output can not be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _write_no_more() -> None:
+    """Nobody takes our output; nothing may be written while the interpreter shuts down either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

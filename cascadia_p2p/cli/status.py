@@ -263,6 +263,8 @@ def _state(node: dict[str, JsonValue]) -> str:
     progress = node.get("progress")
     if state.startswith("loading") and isinstance(progress, float):
         state += f" {progress:.0%}"
+        if node.get("stalled"):
+            state += ", does not get on"
     return state
 
 

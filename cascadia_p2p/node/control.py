@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -165,16 +165,17 @@ class ControlPlane:
 
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
-        routes = self._routes.get(node)
-        if routes is None:
-            return False
+        return self._give_node(node, encode(message))
+
+    def send_all(self, nodes: Iterable[NodeId], message: ControlMessage) -> None:
+        """Send the same to several nodes."""
         data = encode(message)
-        return any(self._give(link, data) for link in routes.links)
+        for node in nodes:
+            self._give_node(node, data)
 
     def broadcast(self, message: ControlMessage) -> None:
         """Send to every node that is known."""
-        for node in list(self._routes):
-            self.send(node, message)
+        self.send_all(list(self._routes), message)
 
     def answer(self, link: int, message: ControlMessage) -> None:
         """Send back over one link."""
@@ -224,6 +225,10 @@ class ControlPlane:
         self._server.close()
 
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _give_node(self, node: NodeId, data: bytes) -> bool:
+        routes = self._routes.get(node)
+        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def _give(self, link: int, data: bytes) -> bool:
         dialled = self._dialled.get(link)

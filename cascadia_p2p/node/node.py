@@ -359,8 +359,7 @@ class Node:
             case actions.Send(node, message):
                 self._plane.send(node, message)
             case actions.Broadcast(nodes, message):
-                for node in nodes:
-                    self._plane.send(node, message)
+                self._plane.send_all(nodes, message)
             case actions.Answer(link, message):
                 self._plane.answer(link, message)
             case actions.Route(link, node, instance):
@@ -452,7 +451,7 @@ class Node:
             self._conductor,
             self._worker,
             status=self.status,
-            missing=self._missing,
+            missing=lambda: self._machine.missing(time.monotonic()),
             queue_wait_s=self._config.limits.queue_wait_s,
             recovery_s=self._config.limits.recovery_s,
             watch=self._watch_task,
@@ -502,12 +501,6 @@ class Node:
             data=profile.data.port,
             client=intro.client.port if intro.client is not None else None,
             closed=self._places.door.key is not None,
-        )
-
-    def _missing(self) -> list[int]:
-        missing = self._machine.snapshot(time.monotonic())["missing"]
-        return (
-            [int(shard) for shard in missing if isinstance(shard, int)] if isinstance(missing, list) else []
         )
 
     # --- the end ------------------------------------------------------------------------------------------

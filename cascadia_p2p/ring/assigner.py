@@ -10,7 +10,7 @@
   hear may move it, never while it has a seat: two halves of a network that assigned alike sort themselves
   out when they meet.
 - A loaded node is moved only to a shard that nobody has claimed for `Times.reassign`: the node that had it
-  may be restarting.
+  may be restarting. A claim whose loading has stalled does not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Assigner:
     def tick(self) -> None:
         """Give out shards when this node is the one to do so."""
         core = self._core
-        claimed = {holder.shard for holder in core.holders()}
+        holders = core.movers()
+        claimed = {holder.shard for holder in holders}
         for shard in range(core.profile.shards):
             if shard in claimed:
                 self._uncovered.pop(shard, None)
@@ -62,7 +63,7 @@ class Assigner:
             for shard, since in self._uncovered.items()
             if core.peers.silence(max(since, core.started), core.now) >= core.times.reassign
         )
-        changes = assign(core.holders(), core.profile.shards, core.times.claim_tolerance, movable)
+        changes = assign(holders, core.profile.shards, core.times.claim_tolerance, movable)
         for node, shard in changes.items():
             if node == core.node:
                 self._take(shard, "this node itself")

@@ -102,6 +102,8 @@ class Core:
         self.state = ClaimState.WANTED
         self.since = now
         self.progress = 0.0
+        self.moved_at = now
+        """When the loader was heard of last."""
         self.layer_s = 0.0
         self.pace: Pace = ()
         self.seat: Seat | None = None
@@ -115,7 +117,8 @@ class Core:
         """Something changed that an assignment, a formation or a role may depend on."""
         self._out: list[Action] = []
         self._used: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        self._told: State | None = None
+        self._told: tuple[object, ...] | None = None
+        """The part of the last State whose change is told at once."""
         self._told_at = now - times.state
 
     # ------------------------------------------------------------------ the outbox
@@ -192,6 +195,12 @@ class Core:
         """Whether nobody may move this node to another shard."""
         return self.profile.asked is not None or self.seat is not None or self.leaving is not None
 
+    @property
+    def load_stalled(self) -> bool:
+        """Whether this node loads a shard and has not got on with it for `Times.load_silent`."""
+        stood = self.peers.silence(self.moved_at, self.now)
+        return self.state is ClaimState.LOADING and stood >= self.times.load_silent
+
     def claim(self) -> Claim:
         """The claim as it is told to others."""
         return Claim(shard=self.shard, state=self.claim_state, age_s=max(0.0, self.now - self.since))
@@ -199,6 +208,7 @@ class Core:
     def take_shard(self, shard: int) -> None:
         """Load a shard in place of any other."""
         self.shard, self.state, self.since, self.progress = shard, ClaimState.LOADING, self.now, 0.0
+        self.moved_at = self.now
         self.standby = False
         self.dirty = True
         self.act(LoadShard(shard))
@@ -240,22 +250,27 @@ class Core:
 
     def tell_state(self) -> None:
         """Send State to every peer when it changed, or when the last is `Times.state` old."""
+        seat = self.seat
+        telling = (
+            self.shard, self.claim_state, self.holds, self.serves_clients, self.counter,
+            seat.epoch if seat else None, self.standby, self.layer_s, self.leaving is not None, self.pace,
+        )  # fmt: skip
+        if telling == self._told and self.now - self._told_at < self.times.state:
+            return
+        self._told, self._told_at = telling, self.now
+        nodes = tuple(peer.node for peer in self.peers)
+        if not nodes:
+            return
         state = State.model_validate(
             {
                 "node": self.node, "instance": self.instance, "claim": self.claim(), "holds": self.holds,
-                "client": self._client(), "epoch": self.counter,
-                "ring": self.seat.epoch if self.seat else None,
+                "client": self._client(), "epoch": self.counter, "ring": seat.epoch if seat else None,
                 "progress": self.progress, "standby": self.standby, "layer_s": self.layer_s,
                 "leaving": self.leaving is not None,
                 "pace": self.pace,
             }
         )  # fmt: skip
-        due = self.now - self._told_at >= self.times.state
-        if not due and self._told is not None and _lasting(state) == _lasting(self._told):
-            return
-        self._told, self._told_at = state, self.now
-        if nodes := tuple(peer.node for peer in self.peers):
-            self.act(Broadcast(nodes, state))
+        self.act(Broadcast(nodes, state))
 
     def beat(self) -> Beat:
         """The heartbeat for the present seat."""
@@ -277,6 +292,11 @@ class Core:
     def holders(self) -> list[Holder]:
         """This node and every peer, as the order of claims sees them."""
         return [self.own_holder(), *(self.holder(peer) for peer in self.peers)]
+
+    def movers(self) -> list[Holder]:
+        """The holders on whom shards may count: all but those whose loading has stalled."""
+        others = [self.holder(peer) for peer in self.peers if not self.peers.load_stalled(peer, self.now)]
+        return others if self.load_stalled else [self.own_holder(), *others]
 
     def own_holder(self) -> Holder:
         """This node as the order of claims sees it."""
@@ -325,9 +345,3 @@ class Core:
         seat, self.seat = self.seat, None
         self.dirty = True
         self.act(CloseRing(seat.epoch, reason, missing, seat.open, held))
-
-
-def _lasting(state: State) -> State:
-    """The part of a State whose change is told at once."""
-    claim = state.claim.model_copy(update={"age_s": 0.0})
-    return state.model_copy(update={"claim": claim, "progress": 0.0})

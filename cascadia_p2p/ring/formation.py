@@ -151,15 +151,17 @@ def _why(core: Core, shard: int) -> str:
             )
         return f"{peer.label} has it and is not the head yet"
     if core.shard == shard:
-        return f"{core.label} {_VERBS[core.state]}"
+        return f"{core.label} {_STALLED if core.load_stalled else _VERBS[core.state]}"
     if claimants:
         best = max(claimants, key=lambda peer: (peer.claim.state.rank, peer.node))
-        return f"{best.label} {_VERBS[best.claim.state]}"
+        stalled = core.peers.load_stalled(best, core.now)
+        return f"{best.label} {_STALLED if stalled else _VERBS[best.claim.state]}"
     if any(shard in peer.holds for peer in core.peers) or shard in core.holds:
         return "loaded by nobody yet"
     return "held by nobody here"
 
 
+_STALLED = "began to load it and does not get on"
 _VERBS = {
     ClaimState.WANTED: "is about to load it",
     ClaimState.LOADING: "is loading it",

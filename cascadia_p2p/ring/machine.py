@@ -158,6 +158,11 @@ class RingMachine:
         self._core.now = max(self._core.now, now)
         return snapshot.take(self._core, self._head, self.counts())
 
+    def missing(self, now: float) -> tuple[int, ...]:
+        """Shards that nobody serves, without a ring; none while there is one."""
+        self._core.now = max(self._core.now, now)
+        return snapshot.missing(self._core)
+
     def counts(self) -> dict[str, int]:
         """What was dropped, by reason."""
         return {
@@ -277,7 +282,7 @@ class RingMachine:
             return
         match event:
             case LoadProgress():
-                core.progress = min(1.0, max(0.0, event.share))
+                core.progress, core.moved_at = min(1.0, max(0.0, event.share)), core.now
             case ShardLoaded():
                 core.progress, core.layer_s, core.pace = 1.0, max(0.0, event.layer_s), event.pace
                 core.set_state(ClaimState.LOADED)
@@ -315,6 +320,7 @@ class RingMachine:
         self._head.consider()
         self._tell_drained()
         self._tell_role()
+        self._tell_stalled()
         self._tell_waiting()
 
     def _beat(self) -> None:
@@ -410,6 +416,19 @@ class RingMachine:
                 "info",
                 "not_standby",
                 f"{core.label} is now first for shard {core.shard}",
+                shard=core.shard or 0,
+            )
+
+    def _tell_stalled(self) -> None:
+        """Say that loading does not get on, again every `Times.load_silent`."""
+        core = self._core
+        if core.load_stalled and core.seldom("stalled", core.times.load_silent):
+            core.say(
+                "warning",
+                "load_stalled",
+                f"shard {core.shard} has stood at {core.progress:.0%} for "
+                f"{core.now - core.moved_at:.0f} s: see whether the disk that holds it answers and whether "
+                "this PC is out of memory, or end this node and start it again",
                 shard=core.shard or 0,
             )
 

@@ -27,7 +27,7 @@ from cascadia_p2p.ring.greeting import label
 from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.stagetime import Pace
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId
-from cascadia_p2p.wire.messages import Beat, Claim, Introduction, State
+from cascadia_p2p.wire.messages import Beat, Claim, ClaimState, Introduction, State
 
 MAX_PEERS: Final = 1023
 MAX_BURIED: Final = 4096
@@ -56,6 +56,7 @@ class Peer:
         claim: its shard; `since` is when it came to that state, on this node's clock.
         ring: the epoch that it is a member of.
         heard: when anything came from it.
+        moved_at: when it said last that loading has got on.
         beat_at: when its last beat came; None when it does not beat to this node.
         lost_at: when its connection closed, until it is heard again.
         refused_at: when its port refused, until it is heard again.
@@ -70,6 +71,7 @@ class Peer:
     ring: Epoch | None
     heard: float
     progress: float = 0.0
+    moved_at: float = 0.0
     standby: bool = False
     layer_s: float = 0.0
     pace: Pace = ()
@@ -106,6 +108,12 @@ class Peer:
             self.standby,
             self.leaving,
         )
+        if (state.claim.shard, state.claim.state, state.progress) != (
+            self.claim.shard,
+            self.claim.state,
+            self.progress,
+        ):
+            self.moved_at = now
         self.claim, self.since = state.claim, now - state.claim.age_s
         self.holds, self.client, self.ring = state.holds, state.client, state.ring
         self.counter = max(self.counter, state.epoch)
@@ -177,6 +185,7 @@ class Membership:
             intro.epoch,
             intro.ring,
             now,
+            moved_at=now,
         )
         return outcome
 
@@ -215,6 +224,11 @@ class Membership:
             or peer.refused_at is not None
             or self.silence(peer.heard, now) >= self._times.far_suspect
         )
+
+    def load_stalled(self, peer: Peer, now: float) -> bool:
+        """Whether the peer loads a shard and has not got on with it for `Times.load_silent`."""
+        loading = peer.claim.state is ClaimState.LOADING
+        return loading and self.silence(peer.moved_at, now) >= self._times.load_silent
 
     def gone(self, now: float) -> list[tuple[Peer, str]]:
         """Peers that are gone by the slow rule, each with the reason in words."""

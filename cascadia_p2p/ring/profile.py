@@ -112,6 +112,7 @@ class Times:
         remind: before a sentence about a state that goes on is said again.
         clone: a newcomer refused for its identity for so long gives up.
         stuck: no progress with work at hand; stuck_layers: the same in profiled layer times.
+        load_silent: a load that has not got on for so long has stalled, and its shard is another's to take.
         claim_tolerance: claims whose ages differ by less are equally old.
         redial, redial_limit: before a lost address is dialled again, first and longest.
         stranger_redial: before a node that refused is dialled again.
@@ -147,6 +148,7 @@ class Times:
     clone: float = 5.0
     stuck: float = 5.0
     stuck_layers: float = 20.0
+    load_silent: float = 180.0
     claim_tolerance: float = 1.0
     redial: float = 0.5
     redial_limit: float = 5.0

@@ -25,9 +25,8 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
     nothing new is started), admitting, highest_epoch, dropped (counts by reason).
     """
     seat = core.seat
-    chosen = plan(core)
     elsewhere = _epoch_elsewhere(core)
-    missing: tuple[int, ...] = () if seat is not None or elsewhere is not None else chosen.missing
+    lacking = missing(core)
     return {
         "state": state_of(core, head),
         "node": core.node,
@@ -50,11 +49,16 @@ def take(core: Core, head: Head, counts: dict[str, int]) -> dict[str, Value]:
             _own(core),
             *(_peer(core, peer) for peer in sorted(core.peers, key=lambda each: each.node)),
         ],
-        "missing": list(missing),
-        "waiting_for": chosen.words if missing else "",
+        "missing": list(lacking),
+        "waiting_for": plan(core).words if lacking else "",
         "suspect": [peer.node for peer in core.peers if core.peers.is_suspect(peer, core.now)],
         "dropped": dict(counts),
     }
+
+
+def missing(core: Core) -> tuple[int, ...]:
+    """Shards without a live loaded node; none while this node is in a ring, or knows of one."""
+    return () if core.seat is not None or _epoch_elsewhere(core) is not None else plan(core).missing
 
 
 def state_of(core: Core, head: Head) -> str:
@@ -142,6 +146,7 @@ def _own(core: Core) -> Value:
     own = _node(core.introduction(), core.claim(), core.holds)
     own |= {
         "progress": core.progress,
+        "stalled": core.load_stalled,
         "standby": core.standby,
         "layer_s": core.layer_s,
         "heard_s": 0.0,
@@ -157,6 +162,7 @@ def _peer(core: Core, peer: Peer) -> Value:
     entry |= {
         "client": str(peer.client) if peer.client else None,
         "progress": peer.progress,
+        "stalled": core.peers.load_stalled(peer, core.now),
         "standby": peer.standby,
         "layer_s": peer.layer_s,
         "heard_s": round(core.now - peer.heard, 3),

@@ -325,6 +325,7 @@ class AsyncClientConnection:
         self._network = Network(keys)
         self._connecting = asyncio.Lock()
         self._line: _LoopLine | None = None
+        self._closed = False
 
     async def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
         """The reply to one request; see `ClientConnection.request`. Cancelling it gives the reply up."""
@@ -347,7 +348,8 @@ class AsyncClientConnection:
         return Exchange(line, data)
 
     async def close(self) -> None:
-        """Hang up; the head cancels what it still does for this connection."""
+        """Hang up; the head cancels what it still does for this connection, and calls that wait fail."""
+        self._closed = True
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -361,17 +363,24 @@ class AsyncClientConnection:
 
     async def _connected(self) -> _LoopLine:
         """The open line, or a new one."""
+        if self._closed:
+            # One of those that share the connection found that the head is lost, and hung up.
+            raise _lost(self.endpoint)
         if self._line is not None and self._line.over:
             self._line.close()
             self._line = None
         if self._line is None:
-            line = _LoopLine(self._network, self.endpoint)
+            # Known before it is open, so that `close` ends the wait for it.
+            line = self._line = _LoopLine(self._network, self.endpoint)
             try:
                 await line.open(self._connect_timeout_s)
-            except BaseException:
+            except BaseException as error:
                 line.close()
+                self._line = None
+                if isinstance(error, SocketClosedError):
+                    raise _lost(self.endpoint) from None
                 raise
-            self._line = line
+            return line
         return self._line
 
 

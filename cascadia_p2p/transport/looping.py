@@ -21,6 +21,10 @@ from zmq.utils.monitor import parse_monitor_message
 from cascadia_p2p.errors import CascadiaError, UsageError
 
 MAX_PARTS: Final = 16
+# Plain numbers: an operation on an enumeration's flags costs more than the question that they are for.
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
 
 _serial = itertools.count(1)
 
@@ -98,21 +102,20 @@ class LoopSocket:
 
         Parts beyond `max_parts` are dropped but for one, so that the receiver can tell.
         """
-        parts: list[zmq.Frame] = []
-        try:
-            part = self.zmq.recv(zmq.NOBLOCK, copy=False)
-            parts.append(part)
-            while part.more:
-                part = self.zmq.recv(zmq.NOBLOCK, copy=False)
-                if len(parts) <= max_parts:
-                    parts.append(part)
-        except zmq.Again:
+        # To ask costs a tenth of the exception by which an empty socket answers a receive.
+        if not self._ready() & _POLLIN:
             return None
+        part = self.zmq.recv(zmq.NOBLOCK, copy=False)
+        parts = [part]
+        while part.more:
+            part = self.zmq.recv(zmq.NOBLOCK, copy=False)
+            if len(parts) <= max_parts:
+                parts.append(part)
         return parts
 
     def writable(self) -> bool:
         """Whether a send would work now, to some peer."""
-        return bool(self._ready() & zmq.POLLOUT)
+        return bool(self._ready() & _POLLOUT)
 
     def give(self, parts: list[bytes], *, again: bool = True) -> Delivery:
         """Send a message at once, or say why not."""
@@ -131,12 +134,13 @@ class LoopSocket:
             raise
         finally:
             # The descriptor tells of a change only once, and sending may swallow the news of a message.
-            if self._ready() & zmq.POLLIN:
+            if self._ready() & _POLLIN:
                 self._signal.set()
         return Delivery.SENT
 
     def _ready(self) -> int:
-        return int(self.zmq.getsockopt(zmq.EVENTS))
+        ready: int = self.zmq.getsockopt(_EVENTS)  # type: ignore[assignment]
+        return ready
 
     def close(self, linger_ms: int) -> None:
         """Close, after the descriptor has left the loop; a second call does nothing."""

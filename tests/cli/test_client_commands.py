@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,6 +324,18 @@ def test_the_module_runs_as_a_program(process: Start) -> None:
     started = process("--version")
     assert started.communicate(timeout=30) == (f"cascadia-p2p {__version__}\n", "")
     assert started.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_rpc_03_output_that_finds_the_disk_full_is_said(
+    run: Run, at: tuple[str, str], form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full, Path("/dev/full").open("w") as stdout:
+        full.setattr(sys, "stdout", stdout)
+        done = run("status", *form, *at)
+    assert done.code == 1
+    assert done.err == "cascadia-p2p: the output can not be written: No space left on device\n"
 
 
 def test_a_reader_that_has_gone_ends_the_command_quietly(process: Start, at: tuple[str, str]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cluster.fleet import fleet
 from cascadia_p2p.doctor import bandwidth
 from cascadia_p2p.doctor.bandwidth import Bandwidth
 from cascadia_p2p.doctor.stage_profile import AHEAD
+from cascadia_p2p.engine.stage import Stage
 from cascadia_p2p.engine.timing import WorkPart
 from cascadia_p2p.planning.measured import MeasuredNode, Timed, read_measured
 
@@ -72,6 +74,23 @@ def test_the_parts_of_a_first_shard(run: Run, model: Path, tmp_path: Path, bus: 
         whole = 3 * times(node)[Timed.SPARSE, rows] + 2 * times(node)[Timed.DENSE, rows]
         assert whole == pytest.approx(sum(frame.parts.values()))
     assert len(bus) == 6
+
+
+def test_pri_12_slow_first_frames_and_disturbances_do_not_count(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply, calls = Stage.apply, itertools.count()
+
+    def disturbed(self: Stage, segments: Any, *args: Any) -> Any:
+        # Two in a row are slow, of eight: the first of a group and some later ones.
+        if len(segments) and next(calls) % 8 < 2:
+            time.sleep(0.3)
+        return apply(self, segments, *args)
+
+    monkeypatch.setattr(Stage, "apply", disturbed)
+    node = profiled(run, model, tmp_path / "state", "--shard", 0, "--rows", 1)
+    assert all(each.seconds < 0.2 for each in node.frames)
+    assert times(node)[Timed.SPARSE, 1] < 0.04
 
 
 def test_memory_is_sampled_around_every_group(run: Run, model: Path, tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def test_stk_08_every_frame_that_left_has_arrived(ring: StandingRing) -> None:
     rest(ring)
     counted = [body["data_thread"] for body in ring.status()]
     sent = [each["frames_out"] for each in counted]
-    assert sent[0] > 600
+    # One message a hop for each token: DLL-12.
+    assert 600 < sent[0] < 630
     assert [each["frames_in"] for each in counted] == [sent[-1], *sent[:-1]]
     assert all(not each["dropped"] for each in counted)

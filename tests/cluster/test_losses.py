@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 from cluster.conftest import Shards
@@ -167,6 +168,25 @@ def lost(local: Local, shard: int) -> None:
     while (status := local.status()) is None or status["missing"] != [shard]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_exo_10_whoever_misses_a_node_waits_quietly(local: Local) -> None:
+    """In CPU seconds, which do not depend on how busy the machine is, and in lines of the log."""
+    local.kill(1)
+    lost(local, 1)
+    others = [node for shard, node in local.current.items() if shard != 1]
+    watched = [psutil.Process(node.process.pid) for node in others]
+
+    def spent() -> list[tuple[float, int]]:
+        times = [each.cpu_times() for each in watched]
+        said = [len(node.lines) for node in others]
+        return [(time_.user + time_.system, lines) for time_, lines in zip(times, said, strict=True)]
+
+    before = spent()
+    time.sleep(6.0)
+    for (cpu, lines), (cpu_before, lines_before) in zip(spent(), before, strict=True):
+        assert cpu - cpu_before < 2.0
+        assert lines - lines_before < 12
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")

@@ -164,7 +164,7 @@ def test_node_behind_a_cut_cable_is_found_after_it_is_mended(hosts: Hosts) -> No
     a, b = hosts.speaker(0), hosts.speaker(1)
     a.say("alone")
     a.wait_for(lambda line: line["event"] == "alone")
-    hosts.lab.restore(1)
+    hosts.lab.heal(1)
     a.wait_for(connected(1))
     b.wait_for(connected(0))
 

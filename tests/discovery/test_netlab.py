@@ -52,7 +52,7 @@ def test_cut_takes_the_carrier_and_silent_cut_keeps_it(lab: None) -> None:
     assert carrier() == "1"
     netlab_command("cut", "0")
     assert carrier() == "0"
-    netlab_command("restore", "0")
+    netlab_command("heal", "0")
     assert carrier() == "1"
     netlab_command("cut", "0", "--silent")
     assert carrier() == "1"
@@ -86,6 +86,6 @@ def test_multicast_and_silent_cut_drop_what_they_say(netlab: ModuleType) -> None
         send("239.1.1.1", "many-4")
         lab.cut(1, silent=True)
         send("10.77.0.2", "one-5")
-        lab.restore(1)
+        lab.heal(1)
         send("10.77.0.2", "one-6")
         assert [hearer.stdout.readline().strip() for _ in range(4)] == ["many-1", "one-3", "many-4", "one-6"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,25 +111,26 @@ def status(**changes: JsonValue) -> dict[str, JsonValue]:
 
 @asynccontextmanager
 async def speaking_node(
-    body: dict[str, JsonValue], delay_s: float = 0.0, padding: bool = True
+    body: dict[str, JsonValue], delay_s: float = 0.0, padding: bool = True, slow_first: int = 0
 ) -> AsyncIterator[Endpoint]:
     """Something that answers status queries on 127.0.0.1.
 
     Args:
         body: of its reports.
         delay_s: before each answer.
+        slow_first: so many answers come only after 0.4 s.
         padding: False answers only short queries, as a release does that does not know padding.
     """
     with Network() as network:
         server = ControlServer(network, "127.0.0.1", 0)
 
         async def serve() -> None:
-            while True:
+            for number in itertools.count():
                 call = await server.receive()
                 message = decode_control(call.data)
                 if isinstance(message, StatusQuery) and (padding or message.padding is None):
-                    if delay_s:
-                        await asyncio.sleep(delay_s)
+                    if delay_s or number < slow_first:
+                        await asyncio.sleep(0.4 if number < slow_first else delay_s)
                     report = StatusReport(node=NodeId("ab" * 8), instance=Instance("cd" * 8), body=body)
                     server.reply(call.identity, encode(report))
 

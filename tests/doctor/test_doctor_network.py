@@ -272,6 +272,17 @@ def test_a_node_that_answers_is_measured() -> None:
     assert [each.name for each in met] == ["elsewhere/abababab"]
 
 
+def test_ring_05_a_slow_first_answer_does_not_make_a_way_slow() -> None:
+    async def examine() -> tuple[list[Finding], list[Met]]:
+        async with speaking_node(status(), slow_first=3) as endpoint:
+            return await check_peer(endpoint, "cascadia", (LO, CABLE), 10.0)
+
+    findings, _ = asyncio.run(examine())
+    rtt = findings[0].facts["rtt_s"]
+    assert isinstance(rtt, float)
+    assert rtt < 0.3, "the median of several"
+
+
 @pytest.mark.usefixtures("patient")
 def test_exo_21_a_closed_data_port_is_told_though_control_answers() -> None:
     closed = free_ports()

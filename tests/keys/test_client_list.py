@@ -4,6 +4,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -168,6 +169,17 @@ def test_a_forged_list_changes_nothing(tmp_path: Path) -> None:
     assert not made.admits(Domain.CLIENTS, POOL[3])
     assert made.rejected == 1
     assert not changes
+
+
+def test_rpc_03_a_list_that_can_not_be_kept_counts_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    made = book(tmp_path / "file", "one", issued=tmp_path / "issued.json")
+    sealed = ClientList().issue("alice", POOL[0]).seal(FLEET).decode()
+    with structlog.testing.capture_logs() as logs:
+        made.hear(Clients(digest="0" * 32, sealed=sealed))
+    assert made.admits(Domain.CLIENTS, POOL[0])
+    (said,) = [entry for entry in logs if entry["event"] == "client_list_not_kept"]
+    assert "after a restart it is learnt anew" in said["message"]
 
 
 def test_what_is_issued_on_the_same_pc_is_read_when_it_changes(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node import conductor as conductor_module
 from cascadia_p2p.node.conductor import HeadConductor
-from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.policy import Policy, StageTime
 from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
 from cascadia_p2p.wire.frames import SegmentFlag, alternative_table, record_table
@@ -181,3 +185,43 @@ def test_waiting_has_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     world.drain()
     assert len(world.ids()[3]) == 13
     assert np.all(np.diff(world.ids()[3][3:]) == 1)
+
+
+def test_pet_14_two_hours_of_requests_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand on a clock of its own, some of them cancelled, with a ring that is lost at times."""
+    clock = Clock()
+    monkeypatch.setattr(conductor_module, "time", clock)
+    ended: Counter[int] = Counter()
+    # Rows that cost nothing beside a frame: frames are as long as they may be.
+    even = StageTime.measured(((1, 1.0), (256, 1.001)))
+    assert even is not None
+
+    def told(updates: Sequence[Update]) -> None:
+        ended.update(int(update.stream.id) for update in updates if update.terminal)
+
+    conductor = HeadConductor(Scheduler(Policy(stage_time=even)), told)
+    world, promise = World(), Promise(64, 64, 256, 8)
+    world.conductor = conductor
+    conductor.open(3, promise)
+    began, objects = clock.now, [0, 0]
+    for turn in range(2000):
+        for number in range(turn * 50, turn * 50 + 50):
+            prompt = (turn % 7, number % 11, 5)
+            conductor.submit(StreamRequest(StreamId(number), prompt, 1 + number % 2), lambda *_: None)
+        if turn % 10 == 3:
+            conductor.drop(StreamId(turn * 50), RequestError(ErrorCode.CANCELLED, "gone"))
+        if turn % 100 == 7:
+            held = world.plan().number
+            conductor.suspend("pc2 is gone", (1,), held)
+            conductor.open(3, promise)
+        world.drain()
+        clock.now += 4.0
+        conductor.expire(60, 900, ())
+        if turn in (999, 1999):
+            gc.collect()
+            objects[turn // 1000] = len(gc.get_objects())
+    assert clock.now - began > 7200
+    assert len(ended) == 100_000
+    assert set(ended.values()) == {1}
+    assert (conductor.running, conductor.waiting, len(conductor._in_flight)) == (0, 0, 0)
+    assert objects[1] - objects[0] < 2000, "half of all requests left something"

@@ -696,3 +696,38 @@ def test_a_scheduler_that_lost_its_order_breaks_the_epoch_and_not_the_thread() -
     until(lambda: ring.finished(1))
     assert ring.tokens(1) == reference(2, [1, 2], 3)
     ring.stop()
+
+
+class Relay(Mixer):
+    """Gives back the very memory that it was given, which the next frame is received into."""
+
+    def apply(self, *args: object) -> np.ndarray:
+        assert isinstance(args[2], np.ndarray)
+        return args[2]
+
+
+def test_stk_01_rows_that_are_still_under_way_are_never_overwritten(network: Network) -> None:
+    """Frames large enough for ZeroMQ to send from their own memory, taken only when all have left."""
+    transport, width, rows, count = DataTransport(network), 6144, 64, 24
+    limits = FrameLimits(hidden=width, rows=rows, segments=16, operations=64, records=16)
+    behind = transport.bind("127.0.0.1", 0, max_part=limits.payload_bytes)
+    receiver = transport.bind("127.0.0.1", 0, max_part=limits.payload_bytes)
+    notes, epoch = Notes(), Epoch(1, HEAD)
+    thread = DataThread(receiver, transport, notes)
+    thread.start()
+    thread.form(Seat(epoch, 1, 3, Relay(), limits, behind.endpoint, None))
+    until(lambda: notes.switched_to)
+    sender = transport.connect(receiver.endpoint)
+    for number in range(1, count + 1):
+        header = one_row(epoch, number, width, rows)
+        until(lambda n=number, h=header: sender.send(h, np.full((rows, width), n, np.float32)), "sending")
+    until(lambda: thread.counters.frames_out == count, "all frames leave")
+    out = np.empty((rows, width), np.float32)
+    for number in range(1, count + 1):
+        until(lambda: behind.recv_header(True) is not None)
+        assert behind.recv_payload(out)
+        assert (out == number).all()
+    thread.stop()
+    assert thread.join(10)
+    for socket in (sender, behind):
+        socket.close()

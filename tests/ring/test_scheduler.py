@@ -81,6 +81,20 @@ def test_a_long_prompt_does_not_hold_back_running_answers() -> None:
     assert done[-1] == 9
 
 
+def test_cas_17_hundreds_of_windows_without_a_token_end_nothing() -> None:
+    scheduler, ring = opened(stages=3, slots=2, context=4000, rows=8)
+    long, short = request(1, 3500, 3), request(2, 2, 900)
+    scheduler.submit(long, 0.0)
+    scheduler.submit(short, 0.0)
+    updates = drain(scheduler, ring)
+    for wanted in (long, short):
+        told = [update for update in updates if update.stream.request is wanted]
+        assert [t for update in told for t in update.tokens] == expected(wanted, 4000)
+        assert [update.finish for update in told if update.terminal] == [FinishReason.LENGTH]
+    assert ring.number > 400
+    assert_at_rest(scheduler, ring)
+
+
 def test_failed_segment_fails_its_stream_only() -> None:
     scheduler, ring = opened()
     scheduler.submit(request(1, 3, 4), 0.0)

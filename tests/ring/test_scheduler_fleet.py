@@ -172,3 +172,19 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
     # Sixty prompt rows a second, which is all that the ring can do, for 40 s.
     fleet.run([(0.0, 600, 4), *((0.5 + number * 0.55, 33, 2) for number in range(72))])
     assert fleet.first(0) < 2.5 * 600 / 60 + 5.0
+
+
+def test_cas_15_of_48_arrivals_at_once_nobody_starves() -> None:
+    """The first token comes in order of arrival; from then on all get on alike."""
+    fleet = Fleet(Scheduler(POLICY))
+    fleet.scheduler.open(len(TIMES), Promise(48, 4096, 64))
+    fleet.run((0.0, 33, 48) for _ in range(48))
+    firsts = [fleet.first(stream) for stream in range(48)]
+    assert firsts == sorted(firsts)
+    # 48 prompts of 33 rows, of which a ring takes about sixty a second, while answers run beside them.
+    assert firsts[-1] < 1.5 * 48 * 33 / 60
+    rates = [47 / (times[-1] - times[0]) for times in fleet.tokens.values()]
+    assert min(rates) > 0.6 * max(rates)
+    for times in fleet.tokens.values():
+        gaps = np.diff(times)
+        assert gaps.max() < 6 * np.median(gaps), "no answer stands still while others are let in"

@@ -252,3 +252,13 @@ def test_the_check_tells_how_far_it_is(exported: Path) -> None:
     assert done == sorted(done)
     assert done[-1] == seen[-1].total
     assert np.isclose(seen[0].done, size_of(exported, LAYER))
+
+
+def test_rpc_03_a_memory_that_can_not_be_written_fails_alone(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    counted = Counted(monkeypatch)
+    for _ in range(2):
+        ShardReader(exported, 1).verify(tmp_path / "file" / "state")
+    assert len(counted.read) == 8, "what is not kept is read again"

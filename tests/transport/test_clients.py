@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.errors import HeadLostError, UnreachableError
 from cascadia_p2p.transport import client_server
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
@@ -473,6 +473,23 @@ def test_nobody_there_is_said_with_the_reason_in_asyncio() -> None:
                 await connection.request(b"x", 5)
 
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+
+
+def test_a_connection_that_is_closed_ends_the_calls_that_wait_for_it_to_open() -> None:
+    """One of many callers finds the head lost and hangs up: the others come back as it does."""
+
+    async def scenario(_: Network) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            endpoint = Endpoint("127.0.0.1", mute.getsockname()[1])
+            connection = AsyncClientConnection(endpoint, connect_timeout_s=DEADLINE_S)
+            calls = [asyncio.create_task(connection.request(b"{}")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            assert not any(call.done() for call in calls)
+            await connection.close()
+            ends = await asyncio.gather(*calls, connection.request(b"{}"), return_exceptions=True)
+            assert [type(end) for end in ends] == [HeadLostError] * 4
+
+    run(scenario)
 
 
 def test_a_stranger_there_is_said() -> None:

@@ -296,3 +296,19 @@ def test_the_memory_twin_refuses_a_taken_address_and_a_full_queue() -> None:
     assert not sender.send(b"3", None)
     sender.close()
     assert not sender.send(b"4", None)
+
+
+def test_stk_06_a_successor_that_takes_nothing_and_then_goes_holds_nobody(network: Network) -> None:
+    receiver = DataReceiver(network, "127.0.0.1", 0, max_part=MAX_PART)
+    sender = DataSender(network, receiver.endpoint)
+    send(sender, b"h")
+    payload = np.zeros((16, HIDDEN), np.float32)
+    full = sum(sender.send(b"h", payload) for _ in range(3000))
+    assert full < 3000, "the queue has an end"
+    receiver.close()
+    started = time.monotonic()
+    for _ in range(3):
+        sender.send(b"h", payload)
+        sender.wait(20)
+    sender.close()
+    assert time.monotonic() - started < 5.0
