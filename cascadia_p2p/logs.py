@@ -90,7 +90,9 @@ class Gate:
             if not self._passes((name, ""), OF_A_KIND):
                 raise structlog.DropEvent
             left_out = self._told((name, "")) + (self._told((name, who)) if who and grave else 0)
-        return event | {"left_out": left_out} if left_out else event
+        if left_out:
+            event["left_out"] = left_out
+        return event
 
     def _passes(self, key: tuple[str, str], rate: Rate) -> bool:
         now = self._clock()

@@ -101,6 +101,7 @@ def run_child(target: Target, seconds: float, corpus: Path | None, start: Callab
 
 def _follow_coverage(give: Callable[[bytes], None], seeds: list[bytes], corpus: Path | None) -> None:
     import atheris
+
     from fuzzing.file_targets import scratch
 
     directory = corpus or scratch() / "corpus"

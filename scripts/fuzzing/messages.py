@@ -53,7 +53,9 @@ def requests() -> list[m.ClientRequest]:
     chat = (m.ChatMessage(role="system", content="be kind"), m.ChatMessage(role="user", content="hello"))
     return [
         m.GenerateRequest(prompt="hi", max_tokens=3, stop_token_ids=(1, 2), ignore_eos=True, id="a"),
-        m.GenerateRequest(messages=chat, stream=True, stop=("\n",), tools=({"name": "f"},), reasoning_effort=0.5),
+        m.GenerateRequest(
+            messages=chat, stream=True, stop=("\n",), tools=({"name": "f"},), reasoning_effort=0.5
+        ),
         m.GenerateRequest(token_ids=(5, 6), temperature=1.0, top_k=40, top_p=0.9, seed=2**64 - 1, logprobs=3),
         m.CancelRequest(id="a"),
         m.AckRequest(id="a", seq=7),

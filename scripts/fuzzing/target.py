@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-import tracemalloc
 import traceback
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -187,6 +187,18 @@ _CHANGES: Final[tuple[Callable[[bytearray, random.Random], Any], ...]] = (
     _repeat,
 )
 _WORDS: Final = (
-    *(b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"[]", b"{}", b'""', b"[[[[[[[[", b"99999999999999999999"),
+    *(
+        b"null",
+        b"true",
+        b"-1",
+        b"0",
+        b"1e999",
+        b"NaN",
+        b"[]",
+        b"{}",
+        b'""',
+        b"[[[[[[[[",
+        b"99999999999999999999",
+    ),
     *(b'"\\ud800"', b"\x00", b"\xff\xff\xff\xff", b"\r\n\r\n", b"=", b'"""', b"{{ ", b" }}", b"{% ", b" %}"),
 )
