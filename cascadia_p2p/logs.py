@@ -59,8 +59,8 @@ class _Bucket:
 class Gate:
     """Keeps whoever sends garbage from filling a disk: every kind of line has a rate, and so has every peer.
 
-    A processor of structlog; usable from any thread. What it leaves out is counted, and the next line of the kind
-    says how many there were (`left_out`).
+    A processor of structlog; usable from any thread. What it leaves out is counted, and the next line of the
+    kind says how many there were (`left_out`).
 
     Args:
         clock: seconds of a steady clock.

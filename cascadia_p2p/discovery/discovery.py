@@ -159,7 +159,7 @@ class Discovery:
         return self._pending.pop(next(iter(self._pending)))
 
     def dropped(self) -> dict[str, int]:
-        """Announcements that did not become candidates, by reason, since mDNS was opened; empty without it."""
+        """Announcements that were of no use, by reason, since mDNS was opened; empty without it."""
         if self._mdns is None:
             return {}
         seen, traffic = self._mdns.sightings, self._mdns.traffic

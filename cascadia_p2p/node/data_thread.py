@@ -383,7 +383,7 @@ class DataThread:
                 self.counters.failed[name] += 1
                 _log.warning(
                     "segment_refused",
-                    message=f"stage {stage} could not compute what came for a stream: {name.replace('_', ' ')}",
+                    message=f"stage {stage} can not compute what came for a stream: {name.replace('_', ' ')}",
                     reason=name,
                     stage=stage,
                 )

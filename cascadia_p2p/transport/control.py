@@ -26,7 +26,7 @@ MAX_CONTROL_PART: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class ControlCall:
-    """A message from a dialling peer, the identity that a reply goes to, and its host, empty when not known."""
+    """A message from a dialling peer, the identity for a reply, and its host, empty when not known."""
 
     identity: bytes
     data: bytes

@@ -1,7 +1,7 @@
-"""How much of what a connection sent nobody has taken yet: ZeroMQ itself has no bound for a message of many parts.
+"""How much of what a connection sent nobody has taken yet: ZeroMQ has no bound for a message of many parts.
 
-It delivers a message when its last part is there and holds the others meanwhile, however many come. What has arrived
-is asked of the system (Linux only), what was taken is counted where it is taken.
+It delivers a message when its last part is there and holds the others meanwhile, however many come. What has
+arrived is asked of the system (Linux only), what was taken is counted where it is taken.
 """
 
 from __future__ import annotations

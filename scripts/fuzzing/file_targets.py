@@ -1,4 +1,4 @@
-"""Targets that read files which come from elsewhere: keys, manifests, weights, tokenizers, settings, templates."""
+"""Targets that read files from elsewhere: keys, manifests, weights, tokenizers, settings, templates."""
 
 from __future__ import annotations
 
@@ -235,11 +235,15 @@ def _template(data: bytes) -> None:
 
 TEMPLATES: Final = (
     b"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}{% endfor %}",
-    b"{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n ~ ',' }}{% endfor %}",
-    b"{% macro f(x) %}{{ x | tojson(indent=2) }}{% endmacro %}{{ f(tools) }}{% if add_generation_prompt %}a{% endif %}",
-    b"{{ messages | map(attribute='role') | join(', ') }}{{ '%s-%5d' | format('a', 3) }}{{ 'ab' * 3 }}{{ 2 ** 8 }}",
+    b"{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    b"{{ ns.n ~ ',' }}{% endfor %}",
+    b"{% macro f(x) %}{{ x | tojson(indent=2) }}{% endmacro %}{{ f(tools) }}"
+    b"{% if add_generation_prompt %}a{% endif %}",
+    b"{{ messages | map(attribute='role') | join(', ') }}{{ '%s-%5d' | format('a', 3) }}"
+    b"{{ 'ab' * 3 }}{{ 2 ** 8 }}",
     b"{{ raise_exception('no') if messages[0].role != 'user' else strftime_now('%Y') }}",
-    b"{{ messages[1].content.split('l') }}{{ 'x'.join(['a', 'b']) | replace('a', 'bb') | upper | indent(4) }}",
+    b"{{ messages[1].content.split('l') }}"
+    b"{{ 'x'.join(['a', 'b']) | replace('a', 'bb') | upper | indent(4) }}",
 )
 
 CONFIG: Final = b"""fleet = "office"

@@ -19,10 +19,11 @@ def introduction(**changes: Any) -> dict[str, Any]:
     """The fields of a greeting."""
     return WHO | {
         "software": "0.1.0", "fleet": "office", "host": "desk-3", "fingerprint": "ab" * 32, "model": "tiny",
-        "sources": ("", "0123456789abcdef"), "shards": 3, "layers": 6, "hidden": 64, "holds": (0, 1, 2),
-        "claim": m.Claim(shard=1, state=m.ClaimState.LOADED, age_s=1.5), "promise": PROMISE, "control": ADDRESS,
-        "data": Endpoint("fe80::1%eth0", 7601), "epoch": 6, "device": "CPU", "precision": "fine",
-        "cache": "bf16", "pid": 4711, "peers": (Endpoint("192.168.1.21", 7600),),
+        "sources": ("", "0123456789abcdef"), "shards": 3, "layers": 6, "hidden": 64,
+        "holds": (0, 1, 2), "device": "CPU", "precision": "fine", "cache": "bf16", "pid": 4711,
+        "claim": m.Claim(shard=1, state=m.ClaimState.LOADED, age_s=1.5), "promise": PROMISE,
+        "control": ADDRESS, "data": Endpoint("fe80::1%eth0", 7601), "epoch": 6,
+        "peers": (Endpoint("192.168.1.21", 7600),),
     } | changes  # fmt: skip
 
 

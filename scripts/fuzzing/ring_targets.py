@@ -251,7 +251,8 @@ def _machine(data: bytes) -> None:
     profile = NodeProfile(
         node=NodeId("f" * 16), instance=Instance("e" * 16), host="pc", software="0.1.0", fleet="office",
         model="tiny", fingerprint="ab" * 32, shards=3, layers=6, hidden=64, holds=(0, 1, 2), promise=PROMISE,
-        control=Endpoint("127.0.0.1", 7600), data=Endpoint("127.0.0.1", 7601), client=None, device="CPU", pid=1,
+        control=Endpoint("127.0.0.1", 7600), data=Endpoint("127.0.0.1", 7601), client=None, device="CPU",
+        pid=1,
     )  # fmt: skip
     machine = RingMachine(profile, 0.0)
     now = 0.0

@@ -23,7 +23,7 @@ WEIGHED: Final = 64
 
 MEMORY_BASE: Final = 1 << 20
 MEMORY_PER_BYTE: Final = 512
-"""Python's objects for one byte of JSON may take hundreds; nothing may take more for a number that is claimed."""
+"""Python's objects for one byte of JSON may take hundreds; a number that is claimed may take nothing."""
 
 
 class BrokenPromiseError(AssertionError):
