@@ -14,6 +14,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from cascadia_p2p.types import Endpoint
 
 MAX_CONNECTIONS: Final = 16
+BACKLOG: Final = 128
+"""Connections that the system may hold until they are looked at: a scraper must not wait behind a crowd."""
+
 MAX_HEAD_BYTES: Final = 8192
 """Of a request with all its headers."""
 
@@ -48,7 +51,7 @@ class MetricsServer:
     async def start(self) -> None:
         """Serve from now on."""
         self._server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
+            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=BACKLOG
         )
         told = _log.info if self.endpoint.loopback else _log.warning
         clear = "" if self.endpoint.loopback else ", in the clear, to everybody who reaches that address"
