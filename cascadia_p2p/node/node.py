@@ -37,6 +37,7 @@ from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.places import Places
 from cascadia_p2p.node.refusals import Refusals
 from cascadia_p2p.node.scrapes import MetricsServer
+from cascadia_p2p.node.statuses import StatusDesk
 from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
@@ -126,6 +127,7 @@ class Node:
         self._rings = RingMeter()
         listener = places.metrics
         self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
+        self._statuses = StatusDesk(self.status)
         self._refusals = Refusals(places.control, places.receiver, self._scrapes)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
@@ -281,7 +283,7 @@ class Node:
     def _handle(self, event: events.Event) -> None:
         if isinstance(event, events.Heard) and isinstance(event.message, StatusQuery):
             report = StatusReport(
-                node=self._profile.node, instance=self._profile.instance, body=self.status()
+                node=self._profile.node, instance=self._profile.instance, body=self._statuses.get()
             )
             self._plane.answer(event.link, report)
             return
@@ -465,7 +467,7 @@ class Node:
             desk,
             self._conductor,
             self._worker,
-            status=self.status,
+            status=self._statuses.get,
             missing=lambda: self._machine.missing(time.monotonic()),
             queue_wait_s=self._config.limits.queue_wait_s,
             recovery_s=self._config.limits.recovery_s,
