@@ -164,7 +164,7 @@ def _answers(data: bytes) -> None:
     answers = {}
     for number, asked in enumerate(
         (
-            GenerateRequest(prompt="ab", max_tokens=9, logprobs=2),
+            GenerateRequest(prompt="a", max_tokens=9, logprobs=2),
             GenerateRequest(prompt="c", stream=True, id="a"),
         ),
         1,
@@ -219,7 +219,7 @@ def _answer_seed() -> list[bytes]:
     frames = []
     for number in (1, 2, 3):
         records = record_table(2)
-        records[0] = (1, 3, 1 + number, 65 + number, -0.5, 0, 0, 2)
+        records[0] = (1, 3, number, 65 + number, -0.5, 0, 0, 2)
         records[1] = (2, 2, number, 70, -0.25, 0, 0, 0)
         named = alternative_table(2)
         named[0], named[1] = (65, -0.5), (66, -1.5)
