@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c() -> None:
+    """A shell lets what it runs in the background ignore Ctrl-C, and the tests' processes would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

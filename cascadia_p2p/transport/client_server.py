@@ -38,6 +38,9 @@ HEARTBEAT_TIMEOUT_MS: Final = 3000
 WAITING_BYTES: Final = 1 << 27
 """Of requests that one connection may send ahead."""
 
+UNACKNOWLEDGED_MS: Final = 5000
+"""Until a client is gone whose machine takes nothing: no heartbeat leaves while answers fill the way."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -63,12 +66,14 @@ class ClientCall:
         data: the request.
         one_reply: it came straight from a REQ socket, which takes one reply a request.
         surplus: its connection is one more than the limit.
+        client: the public key that its connection was admitted with; empty for one in the clear.
     """
 
     route: Route
     data: bytes
     one_reply: bool = False
     surplus: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,7 @@ class ClientServer:
             made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+            made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
             self._signal = Signal()
             self._monitor = Monitor(made, EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
@@ -264,8 +270,9 @@ class ClientServer:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
         event = read_request(parts, connection)
-        if isinstance(event, ClientCall) and connection in self._surplus:
-            event = replace(event, surplus=True)
+        if isinstance(event, ClientCall) and (connection in self._surplus or key is not None):
+            client = "" if key is None else key.decode()
+            event = replace(event, surplus=connection in self._surplus, client=client)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:
