@@ -217,6 +217,23 @@ def test_a_long_cut_ends_the_epoch_and_healing_brings_a_new_one() -> None:
     assert nodes[0].core.counter > 1
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["cut", "killed"])
+def test_a_ring_says_whether_the_silent_node_has_survived(killed: bool) -> None:
+    world = World(3)
+    nodes = open_fleet(world, 3)
+    if killed:
+        world.kill(nodes[1], silently=True)
+    else:
+        world.isolate([nodes[1]])
+    world.run_until(lambda: bool(nodes[0].closed), 5)
+    world.heal()
+    if killed:
+        world.restart(nodes[1])
+    world.run_until(world.is_open, 10)
+    rings = [action for action in nodes[0].actions if isinstance(action, a.OpenRing)]
+    assert [each.survived for each in rings] == [False, not killed]
+
+
 def test_a_frozen_head_that_wakes_finds_itself_replaced_and_steals_nothing() -> None:
     world = World(2)
     nodes = open_fleet(world, 3)
