@@ -153,7 +153,7 @@ def test_what_holds_more_than_the_logprobs_that_are_known_is_refused() -> None:
                 error = (await heard(socket))["error"]
                 assert error["code"] == "bad_request"
                 assert (
-                    f"knows logprobs of {len(KNOWN)} of them: begin anew, without 'held'" in error["message"]
+                    f"knows logprobs of {len(KNOWN)} of these {len(KNOWN) + 1} ids" in error["message"]
                 )
                 assert ring.service.pending == 0
                 assert not ring.streams

@@ -318,3 +318,16 @@ def test_a_taken_over_answer_is_as_old_as_it_was() -> None:
     kept.keep(record, record.since)
     assert kept.find(NAMES[0], asked(), (), 700.0) is record
     assert kept.find(NAMES[0], asked(), (), 701.0) is None
+
+
+def test_what_was_told_long_ago_is_forgotten_and_told_anew_when_it_goes_on() -> None:
+    world = World()
+    record = world.begin(NAMES[0], asked())
+    world.grow(record, [1])
+    world.settle()
+    assert len(world.copy) == 1
+    world.wait(601.0)
+    assert not len(world.copy)
+    world.grow(record, [2])
+    world.settle()
+    assert [each.ids for each in world.known()] == [[1, 2]]
