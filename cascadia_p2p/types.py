@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Any, Final, NewType
 
 from cascadia_p2p.errors import UsageError
 
@@ -30,6 +30,15 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
+    def numeric(self) -> bool:
+        """Whether the host is an address, not a name."""
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        return True
+
+    @property
     def loopback(self) -> bool:
         """Whether only programs on the same machine can be reached there."""
         if self.host == "localhost":
@@ -43,6 +52,14 @@ class Endpoint:
     def tcp(self) -> str:
         """The address as ZeroMQ spells it."""
         return f"tcp://{self}"
+
+    @classmethod
+    def of(cls, where: tuple[Any, ...]) -> Endpoint:
+        """An address as the system spells it for sockets; a link-local one keeps its scope."""
+        host, port = str(where[0]), int(where[1])
+        if len(where) == 4 and where[3] and "%" not in host:
+            host = f"{host}%{where[3]}"
+        return cls(host, port)
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,16 @@ ALLOWED = {
 """Our own packages that a package may import, beside itself; `node` and `cli` see everything."""
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> set[str]:
     """Dotted names that a file imports anywhere in it."""
     names: set[str] = set()
-    for found in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for found in ast.walk(tree_of(path)):
         if isinstance(found, ast.Import):
             names |= {alias.name for alias in found.names}
         elif isinstance(found, ast.ImportFrom):
@@ -87,11 +94,33 @@ def test_imports_point_one_way(path: Path) -> None:
     libraries = {name.split(".")[0] for name in names}
     assert not libraries & FORBIDDEN.get(room, set())
     assert not libraries & {"pickle", "marshal", "shelve", "dill"}, "STK-11: nothing that runs what it reads"
+    forks = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "os.fork", "pty"}
+    assert not {name for name in names if name in forks or name.startswith("multiprocessing.")}, "STK-09"
     if "zmq" in libraries:
         assert room == "transport", "only transport knows ZeroMQ"
     if room in ALLOWED:
         rooms = {name.split(".")[1] for name in names if name.startswith("cascadia_p2p.")}
         assert rooms <= ALLOWED[room] | {room, "__version__"}
+
+
+WALL_CLOCKS = {
+    "discovery/discovery.py": {"time.time"},
+    "text/template.py": {"datetime.now"},
+    "cli/bench.py": {"datetime.now"},
+}
+"""Who reads the time of day: to notice that this PC slept, to print a date, to date a report."""
+
+
+def test_cas_22_nobody_else_reads_the_time_of_day() -> None:
+    """Those of two machines may differ by days."""
+    found: dict[str, set[str]] = {}
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                name = f"{node.value.id}.{node.attr}"
+                if name in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}:
+                    found.setdefault(path.relative_to(PACKAGE).as_posix(), set()).add(name)
+    assert found == WALL_CLOCKS
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
@@ -107,7 +136,7 @@ def test_files_and_functions_stay_readable() -> None:
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > 600:
             long.append(f"{path.name}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 lines = node.end_lineno - node.lineno + 1
                 # A compiled kernel is one loop nest; cutting it up would only hide what it does.

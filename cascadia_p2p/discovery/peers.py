@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
 import socket
 from collections.abc import Callable, Sequence
@@ -28,11 +27,8 @@ async def resolve(peer: Endpoint, limit: float = _LOOKUP_LIMIT) -> list[Endpoint
     Raises:
         OSError: the name is unknown, or was not answered within `limit` seconds.
     """
-    try:
-        ipaddress.ip_address(peer.host)
+    if peer.numeric:
         return [peer]
-    except ValueError:
-        pass
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(limit):
@@ -43,10 +39,7 @@ async def resolve(peer: Endpoint, limit: float = _LOOKUP_LIMIT) -> list[Endpoint
         raise OSError("not a valid host name") from error
     families: dict[int, list[Endpoint]] = {}
     for family, _, _, _, where in found:
-        host = str(where[0])
-        if len(where) == 4 and where[3] and "%" not in host:
-            host = f"{host}%{where[3]}"
-        families.setdefault(family, []).append(Endpoint(host, peer.port))
+        families.setdefault(family, []).append(Endpoint.of(where))
     rounds = range(max(map(len, families.values()), default=0))
     turns = [each[turn] for turn in rounds for each in families.values() if turn < len(each)]
     return list(dict.fromkeys(turns))[:_MAX_ADDRESSES]

@@ -119,7 +119,8 @@ async def _data_port(peer: Endpoint, answer: Answer) -> Finding:
     start = time.perf_counter()
     try:
         async with asyncio.timeout(_CONNECT_S):
-            _, writer = await asyncio.open_connection(data.host, data.port)
+            # All of a name's addresses have their turn within the limit.
+            _, writer = await asyncio.open_connection(data.host, data.port, happy_eyeballs_delay=0.1)
     except (OSError, TimeoutError) as error:
         reason = getattr(error, "strerror", None) or "no answer"
         return Finding(

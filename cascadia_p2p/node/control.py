@@ -26,6 +26,9 @@ from cascadia_p2p.types import Endpoint, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, Greeting, decode_control, encode
 
 MAX_DIALLED: Final = 1024
+MAX_UNANSWERED: Final = 128
+"""Of them such where nobody has answered yet; the one that has waited longest makes room for another hint."""
+
 MAX_ACCEPTED: Final = 4096
 FORGET_AFTER_S: Final = 60.0
 """An address that was only hinted at and never answered is dropped; a new hint dials it again."""
@@ -58,6 +61,7 @@ class _Dialled:
     task: asyncio.Task[None] | None = None
     dialer: ControlDialer | None = None
     owner: tuple[NodeId, Instance] | None = None
+    answered: bool = False
     retry_s: float = 0.0
     idle_since: float = 0.0
     shut: int = 0
@@ -134,12 +138,19 @@ class ControlPlane:
             if known.endpoint == endpoint:
                 known.lasting |= lasting
                 return
-        if self._closed or len(self._dialled) >= MAX_DIALLED:
+        if self._closed or not (lasting or self._has_room()):
             return
         dialled = _Dialled(next(self._numbers), endpoint, lasting)
         self._dialled[dialled.link] = dialled
         dialled.task = asyncio.create_task(self._keep(dialled), name=f"dial-{endpoint}")
         dialled.task.add_done_callback(self._watch)
+
+    def _has_room(self) -> bool:
+        """Whether one more hint may be followed; made by forgetting one that has led nowhere."""
+        unanswered = [each for each in self._dialled.values() if not (each.answered or each.lasting)]
+        if len(unanswered) >= MAX_UNANSWERED:
+            self.abandon(unanswered[0].link)
+        return len(self._dialled) < MAX_DIALLED
 
     def route(self, link: int, node: NodeId, instance: Instance) -> None:
         """From now on `link` leads to this node."""
@@ -337,6 +348,7 @@ class ControlPlane:
         while True:
             happened = await self._next(dialled, dialer)
             if isinstance(happened, bytes):
+                dialled.answered = True
                 self._take(happened, dialled.link, str(dialled.endpoint))
                 continue
             owner = dialled.owner

@@ -16,6 +16,7 @@ from cascadia_p2p.keys.clients import ClientList
 from cascadia_p2p.transport.control import ControlDialer, Dial
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.looping import Delivery
+from cascadia_p2p.transport.naming import locate
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.messages import Clients, StatusQuery, StatusReport, decode_control, encode
@@ -58,7 +59,7 @@ async def ask_node(
         UnreachableError: no node answers there within `timeout_s` seconds.
     """
     with Network(keys) as network:
-        dialer = ControlDialer(network, endpoint)
+        dialer = await _dial(network, endpoint)
         try:
             async with asyncio.timeout(timeout_s):
                 while (dial := await dialer.receive()) is not Dial.CONNECTED:
@@ -86,7 +87,7 @@ async def measure_node(endpoint: Endpoint, timeout_s: float = 3.0, keys: Keys | 
     In both cases the sentence is the reason only.
     """
     with Network(keys) as network:
-        dialer = ControlDialer(network, endpoint)
+        dialer = await _dial(network, endpoint)
         reason = "no answer"
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,6 +122,16 @@ DOORS: Final = {
     Dial.OTHER_KEY: "has another key, or this one is a client's: copy fleet.key from one PC to the other",
 }
 """What keeps a node and an asker apart, as the end of a sentence."""
+
+
+async def _dial(network: Network, endpoint: Endpoint) -> ControlDialer:
+    """Dial a node at the first of its name's addresses that answers.
+
+    Raises:
+        UnreachableError: nobody knows the name.
+    """
+    address = endpoint if endpoint.numeric else await asyncio.to_thread(locate, endpoint)
+    return ControlDialer(network, address)
 
 
 async def _asked(dialer: ControlDialer) -> dict[str, JsonValue]:
@@ -193,7 +204,7 @@ async def share_clients(endpoint: Endpoint, keys: Keys, clients: ClientList, tim
         UnreachableError: no node answers there in time.
     """
     with Network(keys) as network:
-        dialer = ControlDialer(network, endpoint)
+        dialer = await _dial(network, endpoint)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:

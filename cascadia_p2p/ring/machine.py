@@ -9,7 +9,8 @@ the roles:
     greeting    who suits whom                  follower    accept, follow, notice a lost head
 
 Traffic. Every node sends its State to every peer once a second and whenever it changes. Beats go every 0.1 s
-between a head and the members of its forming or open ring, in both directions, and nowhere else. Everything
+between a head and the members of its forming or open ring, in both directions, and nowhere else; a member
+answers its head's beat, and beats by itself when none comes. Everything
 is repeated until its effect is seen, so that no single lost message matters: State by time, Assign until
 State shows it, FORM until READY, OPEN until State says serving, CLOSE by State or silence. A node of which
 this one knows nothing and that speaks as if it did is sent a greeting: that mends a link that only one side
@@ -289,6 +290,8 @@ class RingMachine:
                 peer.beat, peer.beat_at = message, core.now
                 beaten = self._head if core.heads else self._follower
                 beaten.on_beat(message, peer)
+                if core.seat is not None and peer.node == core.seat.head.node:
+                    self._beat(answering=True)
             case Journal():
                 if self._is_head_of_this(peer):
                     core.act(TakeJournal(message))
@@ -370,11 +373,18 @@ class RingMachine:
         self._tell_stalled()
         self._tell_waiting()
 
-    def _beat(self) -> None:
+    def _beat(self, *, answering: bool = False) -> None:
+        """Beat when it is time; a member whose head beats does so at once, and by itself only after more.
+
+        So a head hears all members together, and wakes for all of them once.
+        """
         core, seat = self._core, self._core.seat
-        if seat is None or core.now < self._beat_at:
+        beat = core.times.beat
+        if seat is None or core.now < self._beat_at - (beat if answering else 0.0):
             return
-        self._beat_at = max(self._beat_at + core.times.beat, core.now + core.times.beat / 2)
+        self._beat_at = max(self._beat_at + beat, core.now + beat / 2)
+        if answering:
+            self._beat_at = core.now + 1.5 * beat
         others = [member.node for member in seat.others] if core.heads else [seat.head.node]
         if others:
             core.act(Broadcast(tuple(others), core.beat()))

@@ -27,6 +27,7 @@ from cascadia_p2p.transport.looping import (
     unwatch,
     watch,
 )
+from cascadia_p2p.transport.naming import locate
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect, uninterrupted
 from cascadia_p2p.types import Endpoint
 
@@ -100,6 +101,18 @@ def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
     return UnreachableError(
         f"no head node answers at {endpoint}: {reason}; check the address and 'cascadia-p2p status'"
     )
+
+
+def _located(endpoint: Endpoint) -> Endpoint:
+    """The address of the head.
+
+    Raises:
+        UnreachableError: its name is not known.
+    """
+    try:
+        return locate(endpoint)
+    except UnreachableError as error:
+        raise _unreachable(endpoint, str(error)) from None
 
 
 def _lost(endpoint: Endpoint) -> HeadLostError:
@@ -262,8 +275,9 @@ class ClientConnection:
         if self._line is not None and self._line.lost():
             self._drop()
         if self._line is None:
+            address = _located(self.endpoint)
             with uninterrupted():
-                self._line = _Line(self._network, self.endpoint)
+                self._line = _Line(self._network, address)
             keyed = self._network.keys is not None
             _await_handshake(self._line, self.endpoint, self._connect_timeout_s, keyed=keyed)
         return self._line
@@ -370,8 +384,12 @@ class AsyncClientConnection:
             self._line.close()
             self._line = None
         if self._line is None:
+            numeric = self.endpoint.numeric
+            address = self.endpoint if numeric else await asyncio.to_thread(_located, self.endpoint)
+            if self._closed:
+                raise _lost(self.endpoint)
             # Known before it is open, so that `close` ends the wait for it.
-            line = self._line = _LoopLine(self._network, self.endpoint)
+            line = self._line = _LoopLine(self._network, self.endpoint, address)
             try:
                 await line.open(self._connect_timeout_s)
             except BaseException as error:
@@ -437,7 +455,7 @@ class Exchange:
 class _LoopLine:
     """One DEALER in the loop, and a task that hands each reply to whoever waits for it."""
 
-    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+    def __init__(self, network: Network, endpoint: Endpoint, address: Endpoint) -> None:
         self.late = 0
         self.over = False
         """The connection ended, or its only request was given up: the next request takes a new line."""
@@ -448,7 +466,7 @@ class _LoopLine:
         self._signal = Signal()
         self._monitor = Monitor(dealer, _EVENTS, self._signal)
         self._socket = LoopSocket(dealer, self._signal)
-        connect(dealer, endpoint)
+        connect(dealer, address)
         self._reader: asyncio.Task[None] | None = None
 
     async def open(self, timeout_s: float) -> None:

@@ -42,6 +42,9 @@ SEND_BUFFER: Final = 1 << 16
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
+UNACKNOWLEDGED_MS: Final = 5000
+"""Until a client is gone whose machine takes nothing: no heartbeat leaves while answers fill the way."""
+
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -116,6 +119,7 @@ class ClientServer:
             made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+            made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
             self._signal = Signal()
             self._monitor = Monitor(made, _EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)

@@ -17,7 +17,7 @@ import pytest
 from cluster.conftest import Shards
 
 from cascadia_p2p.client import Client
-from cascadia_p2p.local import LocalRing, free_ports
+from cascadia_p2p.local import free_ports
 
 pytestmark = [
     pytest.mark.timeout(110),
@@ -209,23 +209,3 @@ def test_the_nodes_of_a_demo_that_was_killed_end_by_themselves(process: Start, m
     demo.kill()
     demo.wait()
     until(lambda: gone(nodes), "the nodes are gone")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="nobody, not even root, can write to Linux's /proc")
-def test_pri_03_a_node_and_its_clients_need_no_place_to_write_where_they_are_started(
-    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shards("tiny12", (12,))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-    monkeypatch.chdir("/proc")
-    with LocalRing(model, tmp_path / "state", flags=("--threads", "1")) as ring:
-        ring.start_node()
-        endpoint = ring.wait_for("clients_served", 60.0).fields["endpoint"]
-        state = ("--state-dir", str(tmp_path / "state"))
-        for arguments in (
-            ("generate", "hello", "--max-tokens", "2", "--endpoint", str(endpoint)),
-            ("profile", "--model", str(model), "--rows", "1", "--positions", "8", "--threads", "1", *state),
-        ):
-            command = [sys.executable, "-m", "cascadia_p2p", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            assert (done.returncode, done.stderr) == (0, "")

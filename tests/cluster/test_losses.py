@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -81,11 +82,21 @@ class Local:
         assert all(node.process.poll() is None for at, node in self.current.items() if at != shard)
 
 
+UNWRITABLE = Path("/proc")
+"""A directory of Linux in which nobody can make a file, not even root."""
+
+
 @pytest.fixture(scope="module")
 def processes(shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
     state = tmp_path_factory.mktemp("losses")
     flags = ("--threads", "1", "--slots", "4", "--context", "4096")
-    with LocalRing(shards(CASE, (4, 4, 4)), state, flags=flags) as ring:
+    with (
+        LocalRing(shards(CASE, (4, 4, 4)), state, flags=flags) as ring,
+        pytest.MonkeyPatch.context() as elsewhere,
+    ):
+        if UNWRITABLE.exists():
+            elsewhere.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+            elsewhere.chdir(UNWRITABLE)
         made = Local(ring, Endpoint(HOST, free_ports()), {})
         for shard in range(SHARDS):
             made.start(shard)
@@ -104,6 +115,12 @@ def local(processes: Local) -> Local:
     processes.open()
     processes.right()
     return processes
+
+
+@pytest.mark.skipif(not UNWRITABLE.exists(), reason="a directory of Linux")
+def test_pri_03_nodes_need_no_place_to_write_where_they_are_started(local: Local) -> None:
+    """That they answer rightly is seen by all tests here."""
+    assert {psutil.Process(node.process.pid).cwd() for node in local.current.values()} == {str(UNWRITABLE)}
 
 
 STEADY = {"token_ids": list(PROMPT.ids), "max_tokens": 200, "ignore_eos": True}
@@ -168,25 +185,6 @@ def lost(local: Local, shard: int) -> None:
     while (status := local.status()) is None or status["missing"] != [shard]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_exo_10_whoever_misses_a_node_waits_quietly(local: Local) -> None:
-    """In CPU seconds, which do not depend on how busy the machine is, and in lines of the log."""
-    local.kill(1)
-    lost(local, 1)
-    others = [node for shard, node in local.current.items() if shard != 1]
-    watched = [psutil.Process(node.process.pid) for node in others]
-
-    def spent() -> list[tuple[float, int]]:
-        times = [each.cpu_times() for each in watched]
-        said = [len(node.lines) for node in others]
-        return [(time_.user + time_.system, lines) for time_, lines in zip(times, said, strict=True)]
-
-    before = spent()
-    time.sleep(6.0)
-    for (cpu, lines), (cpu_before, lines_before) in zip(spent(), before, strict=True):
-        assert cpu - cpu_before < 2.0
-        assert lines - lines_before < 12
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
@@ -386,3 +384,22 @@ def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: l
         answers = [answer for each in asking for answer in each.result(90)]
     assert len(answers) >= 6
     assert all(answer == undisturbed for answer in answers)
+
+
+def test_exo_10_whoever_misses_a_node_waits_quietly(local: Local) -> None:
+    """In CPU seconds, which do not depend on how busy the machine is, and in lines of the log."""
+    local.kill(1)
+    lost(local, 1)
+    others = [node for shard, node in local.current.items() if shard != 1]
+    watched = [psutil.Process(node.process.pid) for node in others]
+
+    def spent() -> list[tuple[float, int]]:
+        times = [each.cpu_times() for each in watched]
+        said = [len(node.lines) for node in others]
+        return [(time_.user + time_.system, lines) for time_, lines in zip(times, said, strict=True)]
+
+    before = spent()
+    time.sleep(6.0)
+    for (cpu, lines), (cpu_before, lines_before) in zip(spent(), before, strict=True):
+        assert cpu - cpu_before < 2.0
+        assert lines - lines_before < 12

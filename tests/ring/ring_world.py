@@ -80,7 +80,7 @@ class SimNode:
         self.world = world
         self.profile = own
         self.load_s = load_s
-        self.machine = RingMachine(own, world.now, TIMES)
+        self.machine = RingMachine(own, self.clock, TIMES)
         self.alive = True
         self.frozen = False
         self.died_at: float | None = None
@@ -109,6 +109,11 @@ class SimNode:
         return self.machine._core
 
     @property
+    def clock(self) -> float:
+        """What the node's own clock shows: nobody else's shows the same."""
+        return self.world.now + self.world.skews.get(self.profile.host, 0.0)
+
+    @property
     def name(self) -> str:
         return self.profile.host
 
@@ -123,7 +128,7 @@ class SimNode:
         if self.frozen:
             self.buffer.append(event)
             return
-        for action in self.machine.handle(event, self.world.now):
+        for action in self.machine.handle(event, self.clock):
             self.do(action)
         self.world.check(self)
 
@@ -157,7 +162,7 @@ class SimNode:
                 and end.greeted_at + 1.0 <= self.world.now
             ):
                 end.greeted_at = self.world.now
-                self.world.transmit(end, self.machine.greeting(self.world.now))
+                self.world.transmit(end, self.machine.greeting(self.clock))
         busy = {end.dialled for end in self.ends if end.open}
         for endpoint, due in list(self.wanted.items()):
             if endpoint not in busy and due <= self.world.now:
@@ -269,6 +274,7 @@ class World:
         self.latency = latency
         self.switch_s = 0.02
         self.now = 1000.0
+        self.skews: dict[str, float] = {}
         self.nodes: list[SimNode] = []
         self.addresses: dict[Endpoint, SimNode] = {}
         self.blocked: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""What lasts: loads that hang, ports that stay shut, spare nodes that all want the same gap; nobody is given up."""
+"""What lasts, and what differs: loads that hang, ports that stay shut, spare nodes, clocks that disagree."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def entry(viewer: SimNode, seen: SimNode) -> dict[str, object]:
     """What `status` of one node shows of another."""
-    body = viewer.machine.snapshot(viewer.world.now)
+    body = viewer.machine.snapshot(viewer.clock)
     (found,) = [node for node in body["nodes"] if node["node"] == seen.profile.node]  # type: ignore[index,union-attr,call-overload]
     return found  # type: ignore[return-value]
 
@@ -112,3 +112,20 @@ def test_pet_10_with_many_spare_nodes_one_gap_moves_one_node_once() -> None:
     world.run(10)
     assert world.is_open()
     assert loads() == sorted([*before, shard])
+
+
+def test_cas_22_nodes_whose_clocks_differ_by_days_are_a_ring_like_any_other() -> None:
+    world = World(8)
+    world.skews = {"pc1": 86_400.0, "pc3": 1e7, "pc9": 3.0}
+    nodes = fleet(world, 3)
+    world.run_until(world.is_open, 5)
+    spare = world.start(profile(9, shard=1), 0.1)
+    world.run(4)
+    assert spare.core.standby, "who came later is not first, whatever its clock says"
+    ages = {viewer.name: entry(viewer, nodes[1])["claim_age_s"] for viewer in (nodes[0], spare)}
+    assert all(0 <= age < 10 for age in ages.values()), ages  # type: ignore[operator]
+    world.kill(nodes[1])
+    assert world.run_until(world.is_open, 5) < 1.5
+    assert world.ring() == ["pc1", "pc9", "pc3"]
+    world.kill(nodes[2], silently=True)
+    assert world.run_until(lambda: nodes[0].core.seat is None, 5) < TIMES.gone + 0.7
