@@ -218,6 +218,7 @@ class Breaking:
 
     def __init__(self, ring: LabRing, run: Run, part: float = 1.0) -> None:
         self.ring, self.run, self.tokens = ring, run, int(part * ring.tokens)
+        self.started = time.time()
         self.answers = ring.client.ask(range(ring.streams), self.tokens)
         self.answers.begun(BEGUN, PATIENCE_S)
         self.at = time.time()
@@ -241,6 +242,8 @@ class Breaking:
             ring.whole()
         except LabError as error:
             run.faults.append(str(error)[:400])
+        early = [line["message"] for at, line in ring.said(self.started, "ring_closed") if at < self.at]
+        run.expect(not early, f"the ring was lost before the break: {early[:1]}")
         closed = ring.said(self.at, "ring_closed")
         opened = ring.said(self.at, "ring_open")
         run.epochs = len({line["epoch"] for _, line in opened})
