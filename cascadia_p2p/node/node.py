@@ -26,6 +26,7 @@ from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
+from cascadia_p2p.logs import lines_left_out
 from cascadia_p2p.node.answers import AnswerDesk
 from cascadia_p2p.node.client_book import ClientBook
 from cascadia_p2p.node.conductor import HeadConductor
@@ -36,7 +37,9 @@ from cascadia_p2p.node.journal_copy import JournalCopy
 from cascadia_p2p.node.meters import RingMeter
 from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.refusals import Refusals
 from cascadia_p2p.node.scrapes import MetricsServer
+from cascadia_p2p.node.statuses import StatusDesk
 from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
@@ -127,6 +130,8 @@ class Node:
         self._rings = RingMeter()
         listener = places.metrics
         self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
+        self._statuses = StatusDesk(self.status)
+        self._refusals = Refusals(places.control, places.receiver, self._scrapes)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
@@ -186,7 +191,11 @@ class Node:
         body: StatusBody = dict(self._machine.snapshot(time.monotonic()))
         dropped = body["dropped"]
         if isinstance(dropped, dict):
-            body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
+            malformed = self._places.control.malformed
+            body["dropped"] = dropped | {"malformed_messages": malformed, "log_lines": lines_left_out()}
+        ports = self._refusals.counts(self._head_server)
+        body["ports"] = {port: {**counts.shown()} for port, counts in ports.items()}
+        body["mdns"] = {**self._discovery.dropped()}
         body["protocol"] = PROTOCOL
         body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
         if self._discovery.mdns is not None:
@@ -244,9 +253,16 @@ class Node:
             parts=worker.part_seconds(),
             messages=machine.counts() | malformed,
             strangers=self._plane.strangers,
+            ports=self._refusals.counts(self._head_server),
+            mdns=self._discovery.dropped(),
+            lines_left_out=lines_left_out(),
             ring=self._rings,
             head=None if self._head is None else self._measure_head(self._head),
         )
+
+    @property
+    def _head_server(self) -> ClientServer | None:
+        return None if self._head is None else self._head.server
 
     def _measure_head(self, head: HeadService) -> HeadMeasures:
         return HeadMeasures(
@@ -274,7 +290,7 @@ class Node:
     def _handle(self, event: events.Event) -> None:
         if isinstance(event, events.Heard) and isinstance(event.message, StatusQuery):
             report = StatusReport(
-                node=self._profile.node, instance=self._profile.instance, body=self.status()
+                node=self._profile.node, instance=self._profile.instance, body=self._statuses.get()
             )
             self._plane.answer(event.link, report)
             return
@@ -294,6 +310,7 @@ class Node:
             await asyncio.sleep(self._times.tick)
             self._handle(self._counters())
             self._handle(events.Tick())
+            self._refusals.look(self._head_server)
             self._keep_journal()
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
@@ -478,7 +495,7 @@ class Node:
             desk,
             self._conductor,
             self._worker,
-            status=self.status,
+            status=self._statuses.get,
             missing=lambda: self._machine.missing(time.monotonic()),
             queue_wait_s=self._config.limits.queue_wait_s,
             recovery_s=self._config.limits.recovery_s,
@@ -558,4 +575,5 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._discovery.stop()
         await self._worker.stop()
+        self._refusals.close()
         await self._plane.close()

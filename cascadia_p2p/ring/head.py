@@ -12,8 +12,9 @@ banned: it may be the only one).
 
 While the ring is open a member is suspect after `Times.suspect` without a beat, or as soon as its connection
 closes: nothing new is admitted until it is heard. It is lost when it is silent for `Times.gone`, when its
-port refuses and it stays silent, when a new instance of it appears, when it says goodbye, when it reports a
-broken hop, when it says that it is in another epoch, or when it or the hop to it is stuck (`watch`).
+connection is closed and its port refuses, when a new instance of it appears, when it says goodbye, when it
+reports a broken hop, when it says that it is in another epoch, or when it or the hop to it is stuck
+(`watch`).
 """
 
 from __future__ import annotations
@@ -343,7 +344,7 @@ class Head:
         for node, beat_at in attempt.beat_at.items():
             peer = core.peers.get(node)
             silent = core.peers.silence(beat_at, core.now)
-            if peer is None or peer.lost_at is not None or peer.refused_at is not None:
+            if peer is None or peer.lost_at is not None:
                 found.append(f"the connection to {core.name(node)} is closed")
             elif silent >= core.times.suspect:
                 found.append(f"{peer.label} has not beaten for more than {core.times.suspect:g} s")
