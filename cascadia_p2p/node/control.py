@@ -245,6 +245,12 @@ class ControlPlane:
         accepted = self._accepted_by_link.get(link)
         return accepted is not None and self._server.reply(accepted.identity, data) is Delivery.SENT
 
+    def _reaches(self, node: NodeId) -> bool:
+        """Whether a connection that this node dialled leads there now: it may have several addresses."""
+        links = self._routes[node].links if node in self._routes else []
+        dialers = [self._dialled[link].dialer for link in links if link in self._dialled]
+        return any(dialer is not None and dialer.connected for dialer in dialers)
+
     def _unroute(self, link: int) -> None:
         for node, routes in list(self._routes.items()):
             if link in routes.links:
@@ -361,7 +367,7 @@ class ControlPlane:
                 _log.debug("not_a_node", message=f"what listens at {dialled.endpoint} is not a node of ours")
             if owner is not None and happened is Dial.DISCONNECTED:
                 self._emit(ConnectionLost(*owner))
-            elif owner is not None and happened is Dial.REFUSED:
+            elif owner is not None and happened is Dial.REFUSED and not self._reaches(owner[0]):
                 self._emit(ConnectionRefused(*owner))
             if not dialer.connected and not dialled.lasting:
                 if happened is Dial.DISCONNECTED:

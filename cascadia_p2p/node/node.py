@@ -446,12 +446,12 @@ class Node:
                 self._worker.probe(epoch, number)
             case actions.SetPace(times):
                 call(lambda: conductor.pace(times.slowest, times.trip))
-            case actions.OpenRing(epoch, members, promise):
+            case actions.OpenRing(epoch, members, promise, survived):
                 self._rings.open(epoch, time.monotonic())
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
                     self._promised = promise
-                    call(lambda: conductor.open(len(members), promise))
+                    call(lambda: conductor.open(len(members), promise, survived=survived))
             case actions.CloseRing(epoch, reason, missing, was_open, held):
                 self._rings.close(epoch, time.monotonic())
                 self._worker.close_epoch(epoch)
