@@ -18,6 +18,7 @@ from cascadia_p2p.errors import (
     RequestError,
     UnreachableError,
     WireError,
+    WrongAddressError,
 )
 from cascadia_p2p.wire.client import (
     AckRequest,
@@ -169,7 +170,7 @@ class Flow:
         """
         if not self.begun():
             return Flow(self.request, self._on_queued, self._before)
-        if self.request.key is None or self.request.logprobs is not None:
+        if self.request.key is None:
             raise HeadLostError("the answer broke off and can not be taken up in its midst: ask again")
         request = self.request.model_copy(update={"held": tuple(self._ids)})
         return Flow(request, self._on_queued, self._before + self._seq)
@@ -218,6 +219,8 @@ class Patience:
     def return_s(self, error: UnreachableError) -> float:
         """Seconds before a lost head is looked for again; raises the error when that has no sense."""
         now = time.monotonic()
+        if isinstance(error, WrongAddressError) and self._retry and (self._end is None or now < self._end):
+            return 0.0
         if self._lost_at is None and isinstance(error, HeadLostError):
             self._lost_at = now
         hopeless = self._lost_at is None or isinstance(error, LateReplyError | NotAdmittedError)

@@ -35,9 +35,16 @@ from cascadia_p2p.asking import (
     read_answer,
     read_status,
 )
-from cascadia_p2p.discovery.interfaces import nearest
-from cascadia_p2p.discovery.lookup import find_head, find_head_sync
-from cascadia_p2p.errors import RequestError, UnreachableError, UsageError
+from cascadia_p2p.discovery.lookup import find_head
+from cascadia_p2p.errors import (
+    HeadLostError,
+    LateReplyError,
+    NotAdmittedError,
+    RequestError,
+    UnreachableError,
+    UsageError,
+    WrongAddressError,
+)
 from cascadia_p2p.keys.files import KeyFile
 from cascadia_p2p.keys.places import find_client_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
@@ -71,13 +78,11 @@ FIND_S: Final = 5.0
 
 CONNECT_S: Final = 3.0
 
+MAX_WRONG: Final = 64
+"""Addresses that are announced as the head's and are not, after which no other is tried."""
+
 KEY_VARIABLE: Final = "CASCADIA_KEY"
 """Environment variable that names a key file."""
-
-
-def _find_s(timeout_s: float | None) -> float:
-    """Seconds that looking for the head may take where an answer may take so long."""
-    return FIND_S if timeout_s is None else min(FIND_S, timeout_s)
 
 
 class Stream:
@@ -175,6 +180,35 @@ def _keys_for(endpoint: Endpoint, fleet: str, key: str | Path | None) -> Keys | 
     return None if found is None else Keys(found.pair, found.server)
 
 
+class _Heads:
+    """Looks for the head by mDNS, and remembers what was announced as one and is none."""
+
+    def __init__(self, fleet: str, timeout_s: float | None) -> None:
+        self._fleet = fleet
+        self._find_s = FIND_S if timeout_s is None else min(FIND_S, timeout_s)
+        self._wrong: dict[Endpoint, UnreachableError] = {}
+
+    async def find(self) -> Endpoint:
+        """Where a head listens; raises `UnreachableError`."""
+        try:
+            return await find_head(self._fleet, timeout=self._find_s, besides=self._wrong)
+        except UnreachableError:
+            if self._wrong:
+                # What was wrong with the one that there is says more than that there is no other.
+                raise self._wrong.popitem()[1] from None
+            raise
+
+    def failed(self, endpoint: Endpoint, error: UnreachableError) -> UnreachableError:
+        """The error to raise for what came of a connection to an address that was found."""
+        if (
+            isinstance(error, HeadLostError | LateReplyError | NotAdmittedError)
+            or len(self._wrong) >= MAX_WRONG
+        ):
+            return error
+        self._wrong[endpoint] = error
+        return WrongAddressError(str(error))
+
+
 def node_keys(fleet: str, key: str | Path | None = None) -> Keys | None:
     """What opens the nodes' control ports: the fleet's own key, not a client's; None without it.
 
@@ -202,7 +236,7 @@ class Client:
             on the head's own machine.
         retry: ask again, within the time limit, when the head has no room for the request (`overloaded`),
             and for half a minute when it was lost: another one, or the same once it is back, goes on with
-            the answer where it broke off, except with `logprobs`.
+            the answer where it broke off; with `logprobs` only one that knows those of what has come.
 
     All calls raise `UnreachableError` (nobody there, the head went away, time over) and `RequestError`
     (the head's own refusal; see `code`). None of them hangs when the head dies.
@@ -222,6 +256,7 @@ class Client:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._retry = retry
+        self._heads = _Heads(fleet, timeout_s)
         self._connection: ClientConnection | None = None
         self._streaming = False
 
@@ -279,9 +314,11 @@ class Client:
         connection = self._connected()
         try:
             return connection.request(encode(message), timeout_s)
-        except BaseException:
+        except BaseException as error:
             # A head that was found may be another one next time.
             self.close()
+            if self._given is None and isinstance(error, UnreachableError):
+                raise self._heads.failed(connection.endpoint, error) from error
             raise
 
     def _pieces(
@@ -312,9 +349,11 @@ class Client:
                     yield reply
                     if (word := flow.word()) is not None:
                         connection.post(word)
-        except UnreachableError:
+        except UnreachableError as error:
             # A head that was found may be another one next time.
             self.close()
+            if self._given is None:
+                raise self._heads.failed(connection.endpoint, error) from error
             raise
         finally:
             self._streaming = False
@@ -325,9 +364,7 @@ class Client:
         if self._streaming:
             raise UsageError("an answer is still coming: read it to its end, or close it first")
         if self._connection is None:
-            endpoint = self._given or nearest(
-                find_head_sync(self._fleet, timeout=_find_s(self._timeout_s)).clients[0]
-            )
+            endpoint = self._given or asyncio.run(self._heads.find())
             keys = _keys_for(endpoint, self._fleet, self._key)
             with uninterrupted():
                 self._connection = ClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
@@ -359,6 +396,7 @@ class AsyncClient:
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._retry = retry
+        self._heads = _Heads(fleet, timeout_s)
         self._connection: AsyncClientConnection | None = None
         self._finding = asyncio.Lock()
         self._closings = 0
@@ -460,16 +498,15 @@ class AsyncClient:
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
         async with self._finding:
             if self._connection is None:
-                endpoint = self._given or nearest(
-                    (await find_head(self._fleet, timeout=_find_s(self._timeout_s))).clients[0]
-                )
+                endpoint = self._given or await self._heads.find()
                 keys = _keys_for(endpoint, self._fleet, self._key)
                 self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
             connection = self._connection
         try:
             yield connection
-        except UnreachableError:
+        except UnreachableError as error:
             # A head that was found may be another one next time; the other calls fail with this one.
             if self._given is None and self._connection is connection:
                 await self._hang_up()
+                raise self._heads.failed(connection.endpoint, error) from error
             raise

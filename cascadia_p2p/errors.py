@@ -78,6 +78,10 @@ class HeadLostError(UnreachableError):
     """The connection to the head ended before its reply."""
 
 
+class WrongAddressError(UnreachableError):
+    """What listens where a head is announced is none of this fleet; another announcement may be true."""
+
+
 class LateReplyError(UnreachableError):
     """The head gave no reply in time."""
 

@@ -161,9 +161,34 @@ def _show(body: dict[str, JsonValue]) -> None:
             console.print(_work(node), markup=False, soft_wrap=True)
     for sentence in _ring_words(body):
         console.print(sentence, markup=False, soft_wrap=True)
+    for sentence in _journal_words(body):
+        console.print(sentence, markup=False, soft_wrap=True)
     requests = body.get("requests")
     if isinstance(requests, dict):
         console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
+
+
+def _journal_words(body: dict[str, JsonValue]) -> list[str]:
+    """Who would go on with the head's answers; of a standby, how many it has."""
+    journal = body.get("journal")
+    if not isinstance(journal, dict):
+        return []
+    names = {
+        str(node.get("node")): f"{node.get('host')}/{str(node.get('node'))[:8]}"
+        for node in _rows(body, "nodes")
+    }
+    words = []
+    for told in _rows(journal, "told"):
+        name = names.get(str(told.get("node")), str(told.get("node")))
+        all_of_them = "all" if told.get("followed") else "not yet all"
+        words.append(
+            f"standby {name} has been told {all_of_them} of the {told.get('answers')} answers of this head"
+        )
+    if journal.get("from") is not None:
+        words.append(
+            f"this standby has been told {journal.get('answers')} answers, {journal.get('complete')} complete"
+        )
+    return words
 
 
 def _nodes(body: dict[str, JsonValue]) -> Table:

@@ -8,7 +8,7 @@ from cascadia_p2p.discovery.interfaces import (
     list_interfaces,
     unreachable_sentence,
 )
-from cascadia_p2p.discovery.lookup import find_head, find_head_sync, find_nodes, find_nodes_sync
+from cascadia_p2p.discovery.lookup import find_head, find_nodes, find_nodes_sync
 from cascadia_p2p.discovery.mdns import Found, Mdns, Sightings
 from cascadia_p2p.discovery.traffic import Traffic
 from cascadia_p2p.discovery.txt import SERVICE_TYPE, Announcement
@@ -26,7 +26,6 @@ __all__ = [
     "Traffic",
     "choose_address",
     "find_head",
-    "find_head_sync",
     "find_nodes",
     "find_nodes_sync",
     "list_interfaces",

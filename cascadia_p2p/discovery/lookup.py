@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Container
+from typing import Final
 
-from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces
+from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces, nearest
 from cascadia_p2p.discovery.mdns import Found, Mdns
 from cascadia_p2p.errors import UnreachableError
+from cascadia_p2p.types import Endpoint
 
-__all__ = ["find_head", "find_head_sync", "find_nodes", "find_nodes_sync"]
+__all__ = ["find_head", "find_nodes", "find_nodes_sync"]
 
 _QUIET = 0.7
 """Seconds after the last newcomer when all are taken to have answered."""
+
+_KNOCK_S: Final = 2.0
+"""For how long a connection to an announced head is tried, in seconds."""
+
+_KNOCKS: Final = 64
+_MAX_KNOCKS: Final = 2048
+"""Announced heads that are tried at a time, and in all."""
 
 
 async def find_nodes(fleet: str, *, timeout: float = 3.0, bind: str | None = None) -> list[Found]:
@@ -32,21 +42,53 @@ async def find_nodes(fleet: str, *, timeout: float = 3.0, bind: str | None = Non
     )
 
 
-async def find_head(fleet: str, *, timeout: float = 5.0, bind: str | None = None) -> Found:
-    """The serving head of a fleet, as soon as it answers; `clients` of it tells where it takes requests.
+async def find_head(
+    fleet: str, *, timeout: float = 5.0, bind: str | None = None, besides: Container[Endpoint] = ()
+) -> Endpoint:
+    """Where a fleet's serving head takes requests, as soon as it answers.
+
+    What is announced is a hint: addresses that accept no connection are passed over.
 
     Args:
         fleet: its name.
         timeout: seconds to wait.
         bind: as in the configuration; without it the usual address is asked and 127.0.0.1 too.
+        besides: addresses that turned out to be no head.
 
     Raises:
         UnreachableError: mDNS can not be used here, nobody answers, or no ring is open.
     """
-    found = await _search(fleet, timeout, bind, enough=lambda each: bool(each.clients))
-    for each in found:
-        if each.clients:
-            return each
+    listening: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
+    knocking: dict[Endpoint, asyncio.Task[None]] = {}
+    slots = asyncio.Semaphore(_KNOCKS)
+
+    async def knock(announced: Endpoint) -> None:
+        async with slots:
+            endpoint = nearest(announced)
+            if endpoint not in besides and await _listens(endpoint) and not listening.done():
+                listening.set_result(endpoint)
+
+    def take(found: Found) -> None:
+        for announced in found.clients[:1]:
+            if announced not in knocking and len(knocking) < _MAX_KNOCKS:
+                knocking[announced] = asyncio.create_task(knock(announced))
+
+    search = asyncio.create_task(_search(fleet, timeout, bind, tell=take))
+    try:
+        await asyncio.wait((search, listening), return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            return listening.result()
+        found = await search
+    finally:
+        for task in (search, *knocking.values()):
+            task.cancel()
+        await asyncio.gather(search, *knocking.values(), return_exceptions=True)
+    if knocking:
+        where = ", ".join(map(str, list(knocking)[:3]))
+        raise UnreachableError(
+            f"a head of fleet '{fleet}' is announced at {where}, but nothing answers there: is it that "
+            "machine's firewall? 'cascadia-p2p doctor --peer HOST:7600' looks for the reason"
+        )
     if found:
         raise UnreachableError(
             f"{len(found)} nodes of fleet '{fleet}' answered, but none of them takes clients yet: "
@@ -58,14 +100,21 @@ async def find_head(fleet: str, *, timeout: float = 5.0, bind: str | None = None
     )
 
 
+async def _listens(endpoint: Endpoint) -> bool:
+    try:
+        async with asyncio.timeout(_KNOCK_S):
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
 def find_nodes_sync(fleet: str, *, timeout: float = 3.0, bind: str | None = None) -> list[Found]:
     """`find_nodes` outside of an event loop."""
     return asyncio.run(find_nodes(fleet, timeout=timeout, bind=bind))
-
-
-def find_head_sync(fleet: str, *, timeout: float = 5.0, bind: str | None = None) -> Found:
-    """`find_head` outside of an event loop."""
-    return asyncio.run(find_head(fleet, timeout=timeout, bind=bind))
 
 
 async def _search(
@@ -73,7 +122,7 @@ async def _search(
     timeout: float,
     bind: str | None,
     *,
-    enough: Callable[[Found], bool] = lambda _: False,
+    tell: Callable[[Found], None] = lambda _: None,
     quiet: float | None = None,
 ) -> list[Found]:
     news: asyncio.Queue[Found] = asyncio.Queue()
@@ -83,12 +132,13 @@ async def _search(
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout
     try:
-        while not any(map(enough, found.values())):
+        while True:
             async with asyncio.timeout_at(end):
                 each = await news.get()
             if quiet is not None and each.name not in found:
                 end = loop.time() + quiet
             found[each.name] = each
+            tell(each)
     except TimeoutError:
         if not found and mdns.problem:
             raise UnreachableError(

@@ -6,18 +6,61 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections import deque
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from zeroconf import Zeroconf
 from zeroconf._protocol.outgoing import DNSOutgoing
 
-__all__ = ["CountedZeroconf", "Traffic"]
+__all__ = ["Allowance", "CountedZeroconf", "Traffic"]
 
 _MULTICAST_ALL = {socket.AF_INET: (socket.IPPROTO_IP, 49), socket.AF_INET6: (socket.IPPROTO_IPV6, 29)}
 """Linux's IP_MULTICAST_ALL and IPV6_MULTICAST_ALL, which Python does not name."""
 _MAX_HOSTS = 64
+
+RATE: Final = 32_768
+BURST: Final = 131_072
+"""Bytes a second, and at once, that are taken from one other machine: more than a dozen nodes on it say."""
+
+ALL_RATE: Final = 8 * RATE
+ALL_BURST: Final = 8 * BURST
+"""The same from all of them together: sources can be forged too."""
+
+LEAST: Final = 300
+"""Bytes that a packet counts at least: what it costs is not only its length."""
+
+_MAX_SOURCES = 256
+
+
+class Allowance:
+    """How much is taken from whom: a flood must not keep this node from its own work.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._all = (float(ALL_BURST), clock())
+        self._sources: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, source: str, size: int) -> bool:
+        """Whether a packet of `size` bytes is taken."""
+        now, cost = self._clock(), max(size, LEAST)
+        left, at = self._sources.get(source, (float(BURST), now))
+        own = min(BURST, left + RATE * (now - at)) - cost
+        total = min(ALL_BURST, self._all[0] + ALL_RATE * (now - self._all[1])) - cost
+        if own < 0 or total < 0:
+            return False
+        self._all = (total, now)
+        self._sources[source] = (own, now)
+        self._sources.move_to_end(source)
+        if len(self._sources) > _MAX_SOURCES:
+            self._sources.popitem(last=False)
+        return True
 
 
 @dataclass(slots=True)
@@ -31,6 +74,7 @@ class Traffic:
         local: packets from other programs on this machine.
         others: packets from other machines.
         damaged: packets that zeroconf failed at.
+        flooded: packets from other machines that were not read, since there were too many.
         dropped: names not looked up because too many came at once.
         hosts: addresses of other machines, at most 64.
     """
@@ -42,6 +86,7 @@ class Traffic:
     local: int = 0
     others: int = 0
     damaged: int = 0
+    flooded: int = 0
     dropped: int = 0
     hosts: set[str] = field(default_factory=set)
     own: frozenset[str] = frozenset()
@@ -101,9 +146,14 @@ class _Observer(asyncio.DatagramProtocol):
     def __init__(self, inner: _Listener, traffic: Traffic) -> None:
         self._inner = inner
         self._traffic = traffic
+        self._allowance = Allowance(time.monotonic)
 
     def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
-        self._traffic.count_received(data, str(addr[0]).partition("%")[0])
+        host = str(addr[0]).partition("%")[0]
+        self._traffic.count_received(data, host)
+        if host not in self._traffic.own and not self._allowance.take(host, len(data)):
+            self._traffic.flooded += 1
+            return
         try:
             self._inner.datagram_received(data, addr)
         except Exception:

@@ -70,9 +70,12 @@ class Answer:
         self._request = request
         self._reader = reader
         self._tokenizer = tokenizer
-        self._seed = seed
+        self.seed = seed
+        self.ids: list[int] = []
+        """All that count so far."""
+        self.scores: list[Score] = []
+        """Of the ids, as many, if logprobs were asked for."""
         self._scores: list[TokenScore] = []
-        self._ids: list[int] = []
         self._told = 0
         self._seq = 0
         self._shown: list[Piece] = []
@@ -86,19 +89,24 @@ class Answer:
 
     def take(self, tokens: Iterable[int], scores: Iterable[Score] = ()) -> None:
         """Add tokens, and what they scored, as they come; those behind a stop string do not count."""
-        known = len(self._ids)
+        known = len(self.ids)
         self._add(tokens)
         if self._request.logprobs is not None:
-            self._scores += map(self._scored, self._ids[known:], scores)
+            self._score(self.ids[known:], scores)
+
+    def _score(self, ids: Iterable[int], scores: Iterable[Score]) -> None:
+        for token, score in zip(ids, scores, strict=False):
+            self.scores.append(score)
+            self._scores.append(self._scored(token, score))
 
     def _add(self, tokens: Iterable[int]) -> None:
         if not self._eager:
-            self._ids += tokens
+            self.ids += tokens
             return
         for token in tokens:
             if self.stopped:
                 return
-            self._ids.append(token)
+            self.ids.append(token)
             if self._reader is not None:
                 self._reader.add(token)
 
@@ -106,13 +114,18 @@ class Answer:
         """Begin with ids that the client has already, and with the text that they make visible."""
         self._add(ids)
         self._take()
-        self._told = len(self._ids)
+        self._told = len(self.ids)
+
+    def recall(self, scores: Iterable[Score]) -> None:
+        """What the ids that it began with scored, if logprobs were asked for."""
+        if self._request.logprobs is not None:
+            self._score(self.ids, scores)
 
     def piece(self) -> StreamPiece | None:
         """What has become visible since the last piece, or None."""
         shown = self._take()
         if self._reader is None:
-            return self._make_piece(None) if self._told < len(self._ids) else None
+            return self._make_piece(None) if self._told < len(self.ids) else None
         return self._make_piece(shown) if shown else None
 
     def notice(self, sentence: str) -> StreamPiece:
@@ -124,10 +137,10 @@ class Answer:
         """No token comes any more: the last piece, with all that was held back, or None."""
         if self._reader is not None:
             if not self._eager:
-                self._reader.extend(self._ids)
+                self._reader.extend(self.ids)
             self._reader.finish()
         shown = self._take()
-        if not shown and self._told == len(self._ids):
+        if not shown and self._told == len(self.ids):
             return None
         return self._make_piece(None if self._reader is None else shown)
 
@@ -143,16 +156,16 @@ class Answer:
                 for call in calls
             )
             or None,
-            token_ids=tuple(self._ids),
+            token_ids=tuple(self.ids),
             logprobs=self._scores_from(0),
-            seed=self._seed,
+            seed=self.seed,
             finish_reason=finish,
             usage=Usage(
                 prompt_tokens=len(stream.request.prompt),
-                completion_tokens=len(self._ids),
+                completion_tokens=len(self.ids),
                 cached_tokens=stream.reused,
             ),
-            timings=_timings(stream, len(self._ids)),
+            timings=_timings(stream, len(self.ids)),
             seq=self._seq + 1 if self._request.stream else None,
             final=True if self._request.stream else None,
         )
@@ -166,7 +179,7 @@ class Answer:
     def _make_piece(self, shown: Piece | None, notice: str | None = None) -> StreamPiece:
         self._seq += 1
         scores = self._scores_from(self._told)
-        ids, self._told = tuple(self._ids[self._told :]), len(self._ids)
+        ids, self._told = tuple(self.ids[self._told :]), len(self.ids)
         return StreamPiece(
             id=self._request.id,
             seq=self._seq,
@@ -231,8 +244,6 @@ class AnswerDesk:
             self._refuse(request, f"{text}: this model's ids are 0 to {top}")
         if max(request.held, default=0) > top:
             self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
-        if request.held and request.logprobs is not None:
-            self._refuse(request, "field 'held': an answer with 'logprobs' can not go on, only begin anew")
         if max(ids) > top:
             text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
             self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")

@@ -26,6 +26,9 @@ from cascadia_p2p.types import Endpoint, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, Greeting, decode_control, encode
 
 MAX_DIALLED: Final = 1024
+MAX_UNANSWERED: Final = 128
+"""Of them such where nobody has answered yet; the one that has waited longest makes room for another hint."""
+
 MAX_ACCEPTED: Final = 4096
 FORGET_AFTER_S: Final = 60.0
 """An address that was only hinted at and never answered is dropped; a new hint dials it again."""
@@ -58,6 +61,7 @@ class _Dialled:
     task: asyncio.Task[None] | None = None
     dialer: ControlDialer | None = None
     owner: tuple[NodeId, Instance] | None = None
+    answered: bool = False
     retry_s: float = 0.0
     idle_since: float = 0.0
     shut: int = 0
@@ -134,12 +138,19 @@ class ControlPlane:
             if known.endpoint == endpoint:
                 known.lasting |= lasting
                 return
-        if self._closed or len(self._dialled) >= MAX_DIALLED:
+        if self._closed or not (lasting or self._has_room()):
             return
         dialled = _Dialled(next(self._numbers), endpoint, lasting)
         self._dialled[dialled.link] = dialled
         dialled.task = asyncio.create_task(self._keep(dialled), name=f"dial-{endpoint}")
         dialled.task.add_done_callback(self._watch)
+
+    def _has_room(self) -> bool:
+        """Whether one more hint may be followed; made by forgetting one that has led nowhere."""
+        unanswered = [each for each in self._dialled.values() if not (each.answered or each.lasting)]
+        if len(unanswered) >= MAX_UNANSWERED:
+            self.abandon(unanswered[0].link)
+        return len(self._dialled) < MAX_DIALLED
 
     def route(self, link: int, node: NodeId, instance: Instance) -> None:
         """From now on `link` leads to this node."""
@@ -165,13 +176,18 @@ class ControlPlane:
 
     def send(self, node: NodeId, message: ControlMessage) -> bool:
         """Send over the first of the node's links that takes it; False when none does."""
-        return self._give_node(node, encode(message))
+        return self.post(node, encode(message))
 
     def send_all(self, nodes: Iterable[NodeId], message: ControlMessage) -> None:
         """Send the same to several nodes."""
         data = encode(message)
         for node in nodes:
-            self._give_node(node, data)
+            self.post(node, data)
+
+    def post(self, node: NodeId, data: bytes) -> bool:
+        """What `send` does, for a message that is encoded already."""
+        routes = self._routes.get(node)
+        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def broadcast(self, message: ControlMessage) -> None:
         """Send to every node that is known."""
@@ -225,10 +241,6 @@ class ControlPlane:
         self._server.close()
 
     # --- inside -------------------------------------------------------------------------------------------
-
-    def _give_node(self, node: NodeId, data: bytes) -> bool:
-        routes = self._routes.get(node)
-        return routes is not None and any(self._give(link, data) for link in routes.links)
 
     def _give(self, link: int, data: bytes) -> bool:
         dialled = self._dialled.get(link)
@@ -336,6 +348,7 @@ class ControlPlane:
         while True:
             happened = await self._next(dialled, dialer)
             if isinstance(happened, bytes):
+                dialled.answered = True
                 self._take(happened, dialled.link, str(dialled.endpoint))
                 continue
             owner = dialled.owner

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
@@ -17,9 +16,11 @@ from pydantic import JsonValue
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
-from cascadia_p2p.node.finished import Finished, FinishedAnswers
+from cascadia_p2p.node.journal import JournalWriter, Standby
+from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
 from cascadia_p2p.node.meters import HeadMeter
 from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import SocketClosedError
@@ -75,35 +76,6 @@ class DataCaller(Protocol):
 
 
 @dataclass(slots=True)
-class _Pending:
-    """A request that has no final reply yet.
-
-    Args:
-        route: the way back.
-        request: what was asked.
-        came_at: when it came.
-        answer: None while the prompt is still being read.
-        positions: of its stream at most, prompt and answer; 0 while the prompt is still being read.
-        piece_at: when its last piece was sent.
-        read: number of the last piece that its client has read, as far as it tells.
-        token_at: when its last token came.
-        place: the last that was told of its place in the queue.
-        cancelled: its client wants no more pieces.
-    """
-
-    route: Route
-    request: GenerateRequest
-    came_at: float
-    answer: Answer | None = None
-    positions: int = 0
-    piece_at: float = float("-inf")
-    read: int = 0
-    token_at: float | None = None
-    place: int | None = None
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
 class HeadCounts:
     """What the door has seen since it opened."""
 
@@ -129,6 +101,8 @@ class HeadService:
         queue_wait_s: longest wait for a slot, in seconds.
         recovery_s: longest wait without a ring, in seconds.
         watch: told of every task that has ended, by its failure too.
+        journal: tells standbys of answers.
+        kept: answers of the head whose place this one takes, the complete ones first and by age.
     """
 
     def __init__(
@@ -143,6 +117,8 @@ class HeadService:
         queue_wait_s: float,
         recovery_s: float,
         watch: Callable[[asyncio.Task[None]], None],
+        journal: JournalWriter,
+        kept: Iterable[Record] = (),
     ) -> None:
         self._server = server
         self._desk = desk
@@ -154,9 +130,7 @@ class HeadService:
         self._recovery_s = recovery_s
         self._watch = watch
         self._numbers = itertools.count(1)
-        self._pending: dict[StreamId, _Pending] = {}
-        self._named: dict[tuple[int, bytes, str], StreamId] = {}
-        self._of_connection: defaultdict[int, set[StreamId]] = defaultdict(set)
+        self._pending = PendingRequests()
         self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reading: set[asyncio.Task[None]] = set()
@@ -165,8 +139,11 @@ class HeadService:
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
         self._draining: RequestError | None = None
-        self._keyed: dict[str, StreamId] = {}
-        self._finished = FinishedAnswers()
+        self.journal = journal
+        self._kept = KeptAnswers(forgotten=journal.dropped)
+        for record in kept:
+            record.number = next(self._numbers)
+            self._kept.keep(record, self._loop.time() if record.finish is None else record.since)
         self.counts = HeadCounts()
         self.meter = HeadMeter()
 
@@ -182,12 +159,12 @@ class HeadService:
 
     def needs(self, promise: Promise) -> tuple[int, int]:
         """What the requests that have no final reply need of the `promise` of their ring: slots, context."""
-        longest = max((pending.positions for pending in self._pending.values()), default=0)
+        longest = max((pending.positions for _, pending in self._pending), default=0)
         return min(len(self._pending), promise.slots), min(longest, promise.context)
 
     def interrupted(self, reason: str) -> None:
         """The ring is lost: tell those who read their answers as they come that there is a pause."""
-        for stream, pending in list(self._pending.items()):
+        for stream, pending in self._pending:
             if pending.request.stream and not pending.cancelled and pending.answer is not None:
                 notice = pending.answer.notice(f"{reason}; the answer goes on as soon as the ring does")
                 self._outbox.send(pending.route, encode(notice), stream)
@@ -210,7 +187,7 @@ class HeadService:
     async def close(self, reason: str) -> None:
         """Answer everybody who still waits, then unbind."""
         error = ring_incomplete(reason, self._missing(), AGAIN_S)
-        for stream in list(self._pending):
+        for stream, _ in self._pending:
             self._data.call(lambda stream=stream: self._conductor.drop(stream, error))  # type: ignore[misc]
             self._fail(stream, error)
         for task in (*self._tasks, *self._reading):
@@ -227,16 +204,18 @@ class HeadService:
         """End the connections of clients whose key was withdrawn."""
         self._server.expel()
 
+    def follow(self, standbys: Sequence[Standby]) -> None:
+        """Tell these, and no others, of all answers; to be called again and again."""
+        self.journal.follow(standbys, self._records, self._loop.time())
+
     def deliver(self, updates: Sequence[Update]) -> None:
         """Take what happened to streams; in the event loop."""
-        for update in updates:
+        came = [(update, pending) for update in updates if (pending := self._take_update(update)) is not None]
+        self.journal.flush(self._loop.time())
+        for update, pending in came:
             stream = update.stream.request.stream
-            pending = self._pending.get(stream)
-            if pending is None or pending.answer is None:
+            if stream not in self._pending or pending.answer is None:
                 continue
-            if update.tokens:
-                self._measure(pending, update)
-            pending.answer.take(update.tokens, update.scores)
             if pending.answer.stopped:
                 self._finish(pending, pending.answer, update.stream, FinishReason.STOP)
                 if not update.terminal:
@@ -251,7 +230,36 @@ class HeadService:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _measure(self, pending: _Pending, update: Update) -> None:
+    def _records(self) -> Iterator[Record]:
+        """Of all answers that run or are kept."""
+        yield from (pending.record for _, pending in self._pending if pending.record is not None)
+        yield from self._kept.records()
+
+    def _take_update(self, update: Update) -> Pending | None:
+        """Take new tokens and what they mean, but say nothing yet; whose they are, None for nobody's."""
+        pending = self._pending.get(update.stream.request.stream)
+        if pending is None or pending.answer is None:
+            return None
+        if update.tokens:
+            self._measure(pending, update)
+        pending.answer.take(update.tokens, update.scores)
+        if pending.record is not None and update.error is None:
+            self._note(pending.record, pending.answer, update)
+        return pending
+
+    def _note(self, record: Record, answer: Answer, update: Update) -> None:
+        """Keep a complete answer, and let the standbys know what has come."""
+        finish = FinishReason.STOP if answer.stopped else update.finish
+        if finish is not None and record.finish is None:
+            self._complete(record, update.stream, finish)
+        if self.journal.active:
+            self.journal.changed(record)
+
+    def _complete(self, record: Record, stream: Stream, finish: FinishReason) -> None:
+        record.finish, record.cached = finish, stream.reused
+        self._kept.keep(record, self._loop.time())
+
+    def _measure(self, pending: Pending, update: Update) -> None:
         """Count tokens that came, and how long they took."""
         now, before = self._loop.time(), pending.token_at
         pending.token_at = now
@@ -285,7 +293,7 @@ class HeadService:
                 )
             match request:
                 case GenerateRequest():
-                    self._generate(route, request, one_reply=call.one_reply)
+                    self._generate(call, request)
                 case AckRequest():
                     self._read_up_to(route, request)
                 case CancelRequest():
@@ -300,36 +308,38 @@ class HeadService:
             _log.exception("request_failed", message="a request could not be handled")
             self._refuse(route, RequestError(ErrorCode.INTERNAL, "the head could not handle this request"))
 
-    def _generate(self, route: Route, request: GenerateRequest, *, one_reply: bool) -> None:
+    def _generate(self, call: ClientCall, request: GenerateRequest) -> None:
+        route = call.route
         if self._draining is not None:
             raise RequestError(
                 self._draining.code, self._draining.message, request_id=request.id, retry_after_s=AGAIN_S
             )
-        if request.id is not None and self._find(route, request.id) is not None:
+        if request.id is not None and self._pending.find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
                 f"field 'id': '{request.id}' is still being answered on this connection: choose another",
                 request_id=request.id,
             )
-        if request.stream and one_reply:
+        if request.stream and call.one_reply:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
                 "field 'stream': a REQ socket takes one reply a request: use a DEALER socket, or send false",
                 request_id=request.id,
             )
         stream = StreamId(next(self._numbers))
-        pending = _Pending(route, request, self._loop.time())
+        name = None if request.key is None else AnswerName(call.client, request.key)
+        pending = Pending(route, request, self._loop.time(), name)
         if self._desk.is_long(request):
-            self._add(stream, pending)
+            self._pending.add(stream, pending)
             task = asyncio.create_task(self._read(stream, pending), name="prompt")
             self._reading.add(task)
             task.add_done_callback(self._reading.discard)
             return
         accepted, pending.answer = self._desk.accept(request, stream)
-        self._add(stream, pending)
+        self._pending.add(stream, pending)
         self._submit(accepted, pending)
 
-    async def _read(self, stream: StreamId, pending: _Pending) -> None:
+    async def _read(self, stream: StreamId, pending: Pending) -> None:
         """Accept a request whose prompt takes long to be turned into ids."""
         try:
             accepted, answer = await asyncio.to_thread(self._desk.accept, pending.request, stream)
@@ -346,60 +356,118 @@ class HeadService:
                 pending.answer = answer
                 self._submit(accepted, pending)
             return
-        if self._remove(stream) is not None:
+        if self._pending.remove(stream) is not None:
             self._refuse(pending.route, failure)
 
-    def _resume(self, accepted: StreamRequest, pending: _Pending) -> bool:
-        """Take up what was asked before under the same key; whether the answer is complete already."""
-        key, answer, held = pending.request.key, pending.answer, accepted.held
-        if answer is None:
-            return False
-        if key is not None:
-            before = self._keyed.get(key)
-            if before is not None and before != accepted.stream and self._remove(before) is not None:
-                self._drop(before, "the request was asked again")
-            self._keyed[key] = accepted.stream
-            done = self._finished.find(key, accepted.prompt, held, self._loop.time())
-            if done is not None:
-                answer.take(done.stream.ids[len(accepted.prompt) + len(held) :])
-                self._finish(pending, answer, replace(done.stream, request=accepted), done.finish)
-                return True
-        stopped = answer.stopped or (held and held[-1] in accepted.stop_ids)
-        if not stopped and len(held) < accepted.max_tokens:
-            return False
-        stream = Stream(accepted, [*accepted.prompt, *held], submitted_at=self._loop.time())
-        self._finish(pending, answer, stream, FinishReason.STOP if stopped else FinishReason.LENGTH)
-        return True
-
-    def _submit(self, accepted: StreamRequest, pending: _Pending) -> None:
-        if self._resume(accepted, pending):
+    def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
+        if (answer := pending.answer) is None:
+            return
+        try:
+            left = self._resume(accepted, pending, answer)
+        except RequestError as error:
+            if self._pending.remove(accepted.stream) is not None:
+                self._refuse(pending.route, error)
+            return
+        if left is None:
             return
         self.counts.accepted += 1
-        pending.positions = len(accepted.prompt) + accepted.max_tokens
+        pending.positions = len(left.prompt) + left.max_tokens
         self._ask_places(PLACE_S)
-        self._data.call(lambda: self._conductor.submit(accepted, self._refused))
+        self._data.call(lambda: self._conductor.submit(left, self._refused))
+
+    def _resume(self, accepted: StreamRequest, pending: Pending, answer: Answer) -> StreamRequest | None:
+        """Take up what is known of an answer; what is left to do for it, None when it is complete."""
+        asked = Asked(
+            accepted.prompt,
+            accepted.max_tokens,
+            pending.request.stop or (),
+            accepted.stop_ids,
+            accepted.sampling,
+            pending.request.logprobs,
+        )
+        found = self._recall(accepted, pending, asked)
+        known = 0 if found is None else len(found.scores)
+        if asked.logprobs is not None and len(accepted.held) > known:
+            raise RequestError(
+                ErrorCode.BAD_REQUEST,
+                f"field 'held' holds {len(accepted.held)} ids, and this head knows logprobs of {known} of "
+                "them: begin anew, without 'held'",
+                request_id=pending.request.id,
+            )
+        if found is not None:
+            asked, accepted = found.asked, self._take_up(found, accepted, answer)
+        stream = Stream(accepted, [*accepted.prompt, *accepted.held], submitted_at=self._loop.time())
+        if found is not None and found.finish is not None:
+            stream.reused = found.cached
+            self._finish(pending, answer, stream, found.finish)
+            return None
+        if pending.name is not None:
+            self._kept.forget(pending.name)
+            pending.record = Record(accepted.stream, pending.name, asked, answer.ids, answer.scores)
+            self.journal.changed(pending.record)
+        stopped = answer.stopped or (accepted.held and accepted.held[-1] in accepted.stop_ids)
+        if stopped or len(accepted.held) >= accepted.max_tokens:
+            finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+            if pending.record is not None:
+                self._complete(pending.record, stream, finish)
+            self._finish(pending, answer, stream, finish)
+            return None
+        self._send_piece(accepted.stream, pending)
+        return accepted
+
+    def _recall(self, accepted: StreamRequest, pending: Pending, asked: Asked) -> Record | None:
+        """What is known of an answer; what still runs under the same name ends."""
+        name, request = pending.name, pending.request
+        if name is None:
+            return None
+        before = self._pending.take_place(name, accepted.stream)
+        if before is not None and (replaced := self._pending.remove(before)) is not None:
+            self._drop(before, "the request was asked again")
+            self._break_off(replaced)
+        seeded = not request.temperature or request.seed is not None
+        return self._kept.find(name, asked, accepted.held, self._loop.time(), seeded=seeded)
+
+    def _take_up(self, found: Record, accepted: StreamRequest, answer: Answer) -> StreamRequest:
+        """Bring an answer to where it was; the request that goes on from there."""
+        sampling, held = accepted.sampling, len(accepted.held)
+        if sampling.temperature:
+            sampling = replace(sampling, seed=found.asked.sampling.seed)
+            answer.seed = sampling.seed
+        answer.recall(found.scores[:held])
+        answer.take(found.ids[held:], found.scores[held:])
+        if found.finish is None:
+            # It goes on under the name of who has come back.
+            self._kept.forget(found.name)
+        return replace(accepted, sampling=sampling, held=tuple(answer.ids))
+
+    def _break_off(self, pending: Pending) -> None:
+        """Keep what there is of an answer: its client may come back for it."""
+        if pending.record is not None and pending.record.finish is None:
+            self._kept.keep(pending.record, self._loop.time())
 
     def _refused(self, stream: StreamId, error: RequestError) -> None:
         """The scheduler has no place for a stream; called in the data thread."""
         self._loop.call_soon_threadsafe(partial(self._fail, stream, error, rejected=True))
 
-    def _finish(self, pending: _Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
-        self._remove(stream.request.stream)
+    def _finish(self, pending: Pending, answer: Answer, stream: Stream, finish: FinishReason) -> None:
+        self._pending.remove(stream.request.stream)
         piece = answer.finish()
         if piece is not None and pending.request.stream:
             self._outbox.send(pending.route, encode_flat(piece))
         reply = answer.reply(stream, finish)
-        if (key := pending.request.key) is not None:
-            self._finished.keep(key, Finished(stream, finish), self._loop.time())
         self.counts.finished += 1
         self.counts.prompt_tokens += reply.usage.prompt_tokens
         self.counts.completion_tokens += reply.usage.completion_tokens
         self._send(pending.route, encode(reply))
 
     def _fail(self, stream: StreamId, error: RequestError, *, rejected: bool = False) -> None:
-        pending = self._remove(stream)
+        pending = self._pending.remove(stream)
         if pending is None:
             return
+        if error.code is ErrorCode.RING_INCOMPLETE:
+            self._break_off(pending)
+        elif pending.record is not None:
+            self.journal.dropped(pending.record)
         if error.code is ErrorCode.CANCELLED:
             self.counts.cancelled += 1
         else:
@@ -415,41 +483,18 @@ class HeadService:
         self.meter.rejected[error.code] += 1
         self._send(route, encode(ErrorReply.of(error)))
 
-    def _add(self, stream: StreamId, pending: _Pending) -> None:
-        self._pending[stream] = pending
-        self._of_connection[pending.route.connection].add(stream)
-        if (name := _name(pending)) is not None:
-            self._named[name] = stream
-
-    def _remove(self, stream: StreamId) -> _Pending | None:
-        pending = self._pending.pop(stream, None)
-        if pending is None:
-            return None
-        if (key := pending.request.key) is not None and self._keyed.get(key) == stream:
-            del self._keyed[key]
-        connection = pending.route.connection
-        self._of_connection[connection].discard(stream)
-        if not self._of_connection[connection]:
-            del self._of_connection[connection]
-        if (name := _name(pending)) is not None:
-            del self._named[name]
-        return pending
-
-    def _find(self, route: Route, request_id: str) -> StreamId | None:
-        return self._named.get((route.connection, route.identity, request_id))
-
     def _read_up_to(self, route: Route, request: AckRequest) -> None:
-        stream = self._find(route, request.id)
+        stream = self._pending.find(route, request.id)
+        pending = None if stream is None else self._pending.get(stream)
         # An answer that has ended meanwhile needs no word any more.
-        if stream is not None:
-            pending = self._pending[stream]
+        if pending is not None:
             pending.read = max(pending.read, request.seq)
 
     def _cancel(self, route: Route, request_id: str) -> bool:
-        stream = self._find(route, request_id)
-        if stream is None:
+        stream = self._pending.find(route, request_id)
+        pending = None if stream is None else self._pending.get(stream)
+        if stream is None or pending is None:
             return False
-        pending = self._pending[stream]
         pending.cancelled = True
         if pending.answer is None:
             self._fail(stream, RequestError(ErrorCode.CANCELLED, "the client cancelled this request"))
@@ -459,8 +504,9 @@ class HeadService:
 
     def _cancel_connection(self, connection: int) -> None:
         self._outbox.forget(connection)
-        for stream in list(self._of_connection.get(connection, ())):
-            self._remove(stream)
+        for stream in self._pending.of_connection(connection):
+            if (pending := self._pending.remove(stream)) is not None:
+                self._break_off(pending)
             self.counts.cancelled += 1
             self._drop(stream, "the client has gone")
 
@@ -473,7 +519,7 @@ class HeadService:
 
     # --- pieces -------------------------------------------------------------------------------------------
 
-    def _offer_piece(self, stream: StreamId, pending: _Pending) -> None:
+    def _offer_piece(self, stream: StreamId, pending: Pending) -> None:
         """Send what has become visible: at once, or a little later together with what follows."""
         if self._loop.time() - pending.piece_at >= PIECE_S:
             self._send_piece(stream, pending)
@@ -489,7 +535,7 @@ class HeadService:
             if (pending := self._pending.get(stream)) is not None:
                 self._send_piece(stream, pending)
 
-    def _send_piece(self, stream: StreamId, pending: _Pending) -> None:
+    def _send_piece(self, stream: StreamId, pending: Pending) -> None:
         if not pending.request.stream or pending.cancelled or pending.answer is None:
             return
         piece = pending.answer.piece()
@@ -539,9 +585,3 @@ class HeadService:
                 self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
             )
             self._data.call(expire)
-
-
-def _name(pending: _Pending) -> tuple[int, bytes, str] | None:
-    """By what its client can speak of a request."""
-    route, request_id = pending.route, pending.request.id
-    return None if request_id is None else (route.connection, route.identity, request_id)

@@ -31,6 +31,8 @@ from cascadia_p2p.node.client_book import ClientBook
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.control import MAX_DIALLED, ControlPlane
 from cascadia_p2p.node.head import HeadService, StatusBody
+from cascadia_p2p.node.journal import JournalWriter
+from cascadia_p2p.node.journal_copy import JournalCopy
 from cascadia_p2p.node.meters import RingMeter
 from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.places import Places
@@ -44,7 +46,7 @@ from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
-from cascadia_p2p.wire.messages import Clients, StatusQuery, StatusReport
+from cascadia_p2p.wire.messages import Clients, Journal, JournalAck, StatusQuery, StatusReport
 
 T = TypeVar("T")
 
@@ -88,8 +90,7 @@ class Node:
             stuck=limits.stuck_s,
             settle=limits.settle_s,
         )
-        profile = places.profile(config)
-        self._profile = profile
+        self._profile = profile = places.profile(config)
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
         deliver = self._from_data_thread(self._deliver)
@@ -121,6 +122,8 @@ class Node:
         if self._book is not None:
             self._book.changed = self._clients_changed
         self._head: HeadService | None = None
+        self._journal_sessions = itertools.count(1)
+        self._journal_copy = JournalCopy(profile.node, profile.instance)
         self._rings = RingMeter()
         listener = places.metrics
         self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
@@ -207,6 +210,8 @@ class Node:
             requests["queue_limit"] = self._config.queue
             body["requests"] = requests
             body["prefixes"] = dict(asdict(self._conductor.prefixes))
+        copied = self._journal_copy.report()
+        body["journal"] = {"told": [] if self._head is None else self._head.journal.report(), **copied}
         return body
 
     def measure(self) -> Measures:
@@ -287,6 +292,7 @@ class Node:
             await asyncio.sleep(self._times.tick)
             self._handle(self._counters())
             self._handle(events.Tick())
+            self._keep_journal()
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
             if number % CLIENT_LIST_TICKS == 0 and self._book is not None:
@@ -296,6 +302,21 @@ class Node:
                 self._end(
                     CascadiaError("the authenticator has ended, so no peer is let in: start the node again")
                 )
+
+    def _keep_journal(self) -> None:
+        """Look after the standbys of this head, and after what this standby has taken."""
+        if self._head is not None:
+            self._head.follow(self._machine.standbys)
+        elif (ack := self._journal_copy.due(self._loop.time())) is not None:
+            self._acknowledge(ack)
+
+    def _take_journal(self, message: Journal) -> None:
+        if (ack := self._journal_copy.hear(message, self._loop.time())) is not None:
+            self._acknowledge(ack)
+
+    def _acknowledge(self, ack: JournalAck) -> None:
+        if self._journal_copy.head is not None:
+            self._plane.send(self._journal_copy.head, ack)
 
     def _client_list(self, book: ClientBook, *, whole: bool) -> Clients:
         return book.message(self._profile.node, self._profile.instance, whole=whole)
@@ -378,6 +399,11 @@ class Node:
                 for endpoint in self._plane.addresses_of(node):
                     self._found(endpoint, there=False)
                 self._plane.drop_peer(node, instance)
+            case actions.TakeJournal(message):
+                self._take_journal(message)
+            case actions.TakeJournalAck(message):
+                if self._head is not None:
+                    self._head.journal.heard(message, self._loop.time())
             case actions.Drained():
                 self._loop.call_soon(self.leave, self._leaving)
             case actions.Say():
@@ -455,6 +481,10 @@ class Node:
             queue_wait_s=self._config.limits.queue_wait_s,
             recovery_s=self._config.limits.recovery_s,
             watch=self._watch_task,
+            journal=JournalWriter(
+                self._profile.node, self._profile.instance, self._plane.post, self._journal_sessions
+            ),
+            kept=self._journal_copy.take_over(),
         )
         self._head.start()
         where = ", ".join(endpoint.tcp for endpoint in server.endpoints)

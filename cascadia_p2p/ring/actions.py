@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.ring.stagetime import RingTime
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
-from cascadia_p2p.wire.messages import ControlMessage, Member
+from cascadia_p2p.wire.messages import ControlMessage, Journal, JournalAck, Member
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -177,6 +177,20 @@ class StopBeingHead:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeJournal:
+    """The present head tells this node, its standby, of answers."""
+
+    message: Journal
+
+
+@dataclass(frozen=True, slots=True)
+class TakeJournalAck:
+    """A node tells what it has taken of this one's journal."""
+
+    message: JournalAck
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Nothing needs this node any more, after it was asked to drain."""
 
@@ -224,6 +238,8 @@ Action: TypeAlias = (
     | ResumeAdmission
     | BecomeHead
     | StopBeingHead
+    | TakeJournal
+    | TakeJournalAck
     | Drained
     | Say
     | Fatal

@@ -9,7 +9,8 @@ the roles:
     greeting    who suits whom                  follower    accept, follow, notice a lost head
 
 Traffic. Every node sends its State to every peer once a second and whenever it changes. Beats go every 0.1 s
-between a head and the members of its forming or open ring, in both directions, and nowhere else. Everything
+between a head and the members of its forming or open ring, in both directions, and nowhere else; a member
+answers its head's beat, and beats by itself when none comes. Everything
 is repeated until its effect is seen, so that no single lost message matters: State by time, Assign until
 State shows it, FORM until READY, OPEN until State says serving, CLOSE by State or silence. A node of which
 this one knows nothing and that speaks as if it did is sent a greeting: that mends a link that only one side
@@ -28,7 +29,16 @@ from __future__ import annotations
 
 from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.ring import snapshot
-from cascadia_p2p.ring.actions import Action, Answer, Broadcast, Dial, Drained, Fatal
+from cascadia_p2p.ring.actions import (
+    Action,
+    Answer,
+    Broadcast,
+    Dial,
+    Drained,
+    Fatal,
+    TakeJournal,
+    TakeJournalAck,
+)
 from cascadia_p2p.ring.assigner import Assigner
 from cascadia_p2p.ring.core import Core
 from cascadia_p2p.ring.events import (
@@ -56,6 +66,7 @@ from cascadia_p2p.ring.head import Head
 from cascadia_p2p.ring.meeting import Meeting
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.ring.profile import NodeProfile, Times
+from cascadia_p2p.types import Instance, NodeId
 from cascadia_p2p.wire.messages import (
     Assign,
     Beat,
@@ -66,6 +77,8 @@ from cascadia_p2p.wire.messages import (
     Form,
     Greeting,
     Introduction,
+    Journal,
+    JournalAck,
     Open,
     OtherVersion,
     Ready,
@@ -101,6 +114,8 @@ class RingMachine:
         """Messages that could not be true."""
         self.undecodable = 0
         """Messages that could not be read."""
+        self.refused_journals = 0
+        """Journals by others than the present head."""
 
     # ------------------------------------------------------------------ the outside
 
@@ -144,6 +159,18 @@ class RingMachine:
         return self._core.shard
 
     @property
+    def standbys(self) -> tuple[tuple[NodeId, Instance], ...]:
+        """The nodes that have loaded this node's shard too, are in no ring, and stay."""
+        return tuple(
+            (peer.node, peer.instance)
+            for peer in self._core.peers
+            if peer.claim.shard == self._core.shard
+            and peer.claim.state is ClaimState.LOADED
+            and peer.ring is None
+            and not peer.leaving
+        )
+
+    @property
     def is_open(self) -> bool:
         """Whether this node is a stage of an open ring."""
         return self._core.serving
@@ -169,6 +196,7 @@ class RingMachine:
             "ignored_messages": self.ignored,
             "undecodable_messages": self.undecodable,
             "refused_greetings": self._meeting.refused,
+            "refused_journals": self.refused_journals,
         }
 
     # ------------------------------------------------------------------ events
@@ -229,7 +257,9 @@ class RingMachine:
                 self._hear_peer(message, event.link)
 
     def _hear_peer(
-        self, message: State | Assign | Form | Ready | Reject | Open | Close | Beat | Bye, link: int
+        self,
+        message: State | Assign | Form | Ready | Reject | Open | Close | Beat | Bye | Journal | JournalAck,
+        link: int,
     ) -> None:
         core = self._core
         peer = core.peers.get(message.node, message.instance)
@@ -260,10 +290,30 @@ class RingMachine:
                 peer.beat, peer.beat_at = message, core.now
                 beaten = self._head if core.heads else self._follower
                 beaten.on_beat(message, peer)
+                if core.seat is not None and peer.node == core.seat.head.node:
+                    self._beat(answering=True)
+            case Journal():
+                if self._is_head_of_this(peer):
+                    core.act(TakeJournal(message))
+                else:
+                    self.refused_journals += 1
+            case JournalAck():
+                core.act(TakeJournalAck(message))
             case Bye():
                 core.peers.bury(peer.instance, core.now + core.times.departed)
                 core.drop(peer, redial=False)
                 self._on_gone(peer, f"{peer.label} left: {message.reason}", left=True)
+
+    def _is_head_of_this(self, peer: Peer) -> bool:
+        """Whether this node is a standby of shard 0 and the peer heads the newest ring, or would form one."""
+        core = self._core
+        if core.shard != 0 or core.seat is not None or core.serves_clients:
+            return False
+        newest = max((each.ring for each in core.peers if each.ring is not None), default=None)
+        if newest is not None:
+            return newest.head == peer.instance
+        first = core.winners().get(0)
+        return first is not None and first.node == peer.node
 
     def _connection(self, event: ConnectionLost | ConnectionRefused) -> None:
         core = self._core
@@ -323,11 +373,18 @@ class RingMachine:
         self._tell_stalled()
         self._tell_waiting()
 
-    def _beat(self) -> None:
+    def _beat(self, *, answering: bool = False) -> None:
+        """Beat when it is time; a member whose head beats does so at once, and by itself only after more.
+
+        So a head hears all members together, and wakes for all of them once.
+        """
         core, seat = self._core, self._core.seat
-        if seat is None or core.now < self._beat_at:
+        beat = core.times.beat
+        if seat is None or core.now < self._beat_at - (beat if answering else 0.0):
             return
-        self._beat_at = max(self._beat_at + core.times.beat, core.now + core.times.beat / 2)
+        self._beat_at = max(self._beat_at + beat, core.now + beat / 2)
+        if answering:
+            self._beat_at = core.now + 1.5 * beat
         others = [member.node for member in seat.others] if core.heads else [seat.head.node]
         if others:
             core.act(Broadcast(tuple(others), core.beat()))

@@ -42,6 +42,9 @@ SEND_BUFFER: Final = 1 << 16
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
+UNACKNOWLEDGED_MS: Final = 5000
+"""Until a client is gone whose machine takes nothing: no heartbeat leaves while answers fill the way."""
+
 _EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
@@ -69,12 +72,14 @@ class ClientCall:
         data: the request.
         one_reply: it came straight from a REQ socket, which takes one reply a request.
         surplus: its connection is one more than the limit.
+        client: the public key that its connection was admitted with; empty for one in the clear.
     """
 
     route: Route
     data: bytes
     one_reply: bool = False
     surplus: bool = False
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,7 @@ class ClientServer:
             made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
             made.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+            made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
             self._signal = Signal()
             self._monitor = Monitor(made, _EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
@@ -268,8 +274,9 @@ class ClientServer:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
         event = read_request(parts, connection)
-        if isinstance(event, ClientCall) and connection in self._surplus:
-            event = replace(event, surplus=True)
+        if isinstance(event, ClientCall) and (connection in self._surplus or key is not None):
+            client = "" if key is None else key.decode()
+            event = replace(event, surplus=connection in self._surplus, client=client)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:

@@ -76,9 +76,7 @@ def _checked_logprobs(value: object) -> int | None:
 
 Stop = Annotated[str, AfterValidator(_checked_stop)]
 Stops = Annotated[tuple[Stop, ...], Strict(False), Field(max_length=MAX_STOPS, fail_fast=True)]
-JsonObjects = Annotated[
-    tuple[JsonObject, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)
-]
+JsonObjects = Annotated[tuple[JsonObject, ...], Strict(False), Field(max_length=MAX_TOOLS, fail_fast=True)]
 Effort = Annotated[float | str, PlainValidator(_checked_effort)]
 Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

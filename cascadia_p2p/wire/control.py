@@ -1,4 +1,4 @@
-"""The control messages between nodes: greeting, shard claims, formation, heartbeat, status.
+"""The control messages between nodes: greeting, shard claims, formation, heartbeat, journal, status.
 
 Each is a JSON object with `type` and its sender, `node` and `instance`. In every version of the protocol
 `hello`, `welcome` and `refusal` hold `type`, `protocol` and `software`, and `refusal` holds `message` and
@@ -16,8 +16,10 @@ from pydantic import AfterValidator, Field, JsonValue, Strict, TypeAdapter, Vali
 from cascadia_p2p.errors import WireError
 from cascadia_p2p.types import Promise
 from cascadia_p2p.wire.frames import PROTOCOL
+from cascadia_p2p.wire.journal import Journal, JournalAck
 from cascadia_p2p.wire.model import (
     Address,
+    ControlBase,
     Count,
     Fingerprint,
     Formation,
@@ -117,13 +119,6 @@ class Member(Message):
     instance: Run
     shard: ShardIndex
     data: Address
-
-
-class ControlBase(Message):
-    """What every control message carries: the sender."""
-
-    node: Node
-    instance: Run
 
 
 class Introduction(ControlBase):
@@ -344,6 +339,8 @@ ControlMessage: TypeAlias = (
     | StatusQuery
     | StatusReport
     | Clients
+    | Journal
+    | JournalAck
 )
 
 

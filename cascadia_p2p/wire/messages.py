@@ -49,12 +49,14 @@ from cascadia_p2p.wire.control import (
     Welcome,
     decode_control,
 )
+from cascadia_p2p.wire.journal import Begun, Journal, JournalAck
 from cascadia_p2p.wire.model import encode
 
 __all__ = [
     "AckRequest",
     "Assign",
     "Beat",
+    "Begun",
     "Bye",
     "CancelReply",
     "CancelRequest",
@@ -74,6 +76,8 @@ __all__ = [
     "GenerateRequest",
     "Greeting",
     "Introduction",
+    "Journal",
+    "JournalAck",
     "Member",
     "Open",
     "OtherVersion",

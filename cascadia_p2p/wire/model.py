@@ -77,6 +77,13 @@ class Message(BaseModel):
     )
 
 
+class ControlBase(Message):
+    """What every control message carries: the sender."""
+
+    node: Node
+    instance: Run
+
+
 def encode(message: Message) -> bytes:
     """The message as JSON; a field without a value is left out."""
     return orjson.dumps(message.model_dump(mode="json", exclude_none=True))

@@ -363,13 +363,20 @@ def test_exo_01_alone_is_said_once_with_counts_and_next_step(
 def test_find_head_waits_for_the_one_that_serves(fleet: str) -> None:
     async def run() -> None:
         words = announcement(fleet, shard=1)
-        async with announcing(words), announcing(announcement(fleet, shard=0)) as head:
+        async with announcing(words) as other, announcing(announcement(fleet, shard=0)) as head:
             search = asyncio.create_task(find_head(fleet, timeout=LIMIT, bind="127.0.0.1"))
             await until(lambda: head.mdns is not None and bool(head.mdns.known))
             assert not search.done()
-            head.announce(announcement(fleet, shard=0, client=7700))
-            found = await search
-            assert found.clients == (Endpoint("127.0.0.1", 7700),)
+            # What is announced and does not listen is passed over.
+            with socket.socket() as silent:
+                silent.bind(("127.0.0.1", 0))
+                head.announce(announcement(fleet, shard=0, client=silent.getsockname()[1]))
+                await until(lambda: any(each.clients for each in other.mdns.known))  # type: ignore[union-attr]
+                assert not search.done()
+            async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+                port = server.sockets[0].getsockname()[1]
+                head.announce(announcement(fleet, shard=0, client=port))
+                assert await search == Endpoint("127.0.0.1", port)
             nodes = await find_nodes(fleet, timeout=LIMIT, bind="127.0.0.1")
             assert words in [each.announcement for each in nodes]
 

@@ -8,7 +8,7 @@ from ring_world import TIMES, SimNode, World, open_fleet, profile
 from cascadia_p2p.ring import actions as a
 from cascadia_p2p.ring import events as e
 from cascadia_p2p.types import Epoch, Instance, Promise
-from cascadia_p2p.wire.messages import Close, Form, Open, Ready
+from cascadia_p2p.wire.messages import Close, Form, Journal, Open, Ready
 
 
 def closing(node: SimNode) -> a.CloseRing:
@@ -482,3 +482,48 @@ def test_a_node_without_a_seat_drains_at_once() -> None:
     world.run(4)
     spare.feed(e.Drain("Ctrl-C"))
     assert spare.drained
+
+
+def told(world: World, standby: SimNode, by: SimNode) -> bool:
+    """Whether a standby takes a journal from this node."""
+    message = Journal(node=by.profile.node, instance=by.profile.instance, session=1, number=1)
+    done = standby.machine.handle(e.Heard(message, 1), world.now)
+    return a.TakeJournal(message) in done
+
+
+def test_only_the_present_head_tells_its_standbys_of_answers() -> None:
+    world = World(61)
+    nodes = open_fleet(world, 3)
+    standby, other = world.start(profile(8, shard=0), 0.1), world.start(profile(9, shard=0), 0.1)
+    elsewhere = world.start(profile(10, shard=1), 0.1)
+    world.run(2)
+    known = {(each.profile.node, each.profile.instance) for each in (standby, other)}
+    assert set(nodes[0].machine.standbys) == known
+    assert told(world, standby, nodes[0])
+    assert not any(told(world, standby, by) for by in (nodes[1], nodes[2], other))
+    assert not told(world, elsewhere, nodes[0])
+    assert not told(world, nodes[1], nodes[0])
+    assert standby.machine.snapshot(world.now)["dropped"]["refused_journals"] == 3
+    world.freeze(nodes[0])
+    world.run_until(world.is_open, 10)
+    head, late = (standby, other) if standby.serves_clients else (other, standby)
+    world.thaw(nodes[0])
+    world.run(0.2)
+    assert not told(world, late, nodes[0]), "another took its place"
+    assert not told(world, head, nodes[0])
+    assert told(world, late, head)
+    world.run(3)
+    assert (late.profile.node, late.profile.instance) in head.machine.standbys
+
+
+def test_without_a_ring_the_node_that_would_form_it_is_believed() -> None:
+    world = World(62)
+    nodes = open_fleet(world, 3)
+    standby = world.start(profile(9, shard=0), 0.1)
+    world.run(2)
+    world.kill(nodes[2])
+    world.run_until(lambda: nodes[0].core.seat is None, 5)
+    world.run(1)
+    assert told(world, standby, nodes[0])
+    assert not told(world, standby, nodes[1])
+    assert not told(world, nodes[0], standby)

@@ -64,6 +64,32 @@ MESSAGES = [
     m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
     m.Clients(digest="0123456789abcdef" * 2),
     m.Clients(**WHO, digest="f" * 32, sealed='{"clients":[],"mac":"00"}'),
+    m.Journal(
+        **WHO,
+        session=2,
+        number=1,
+        gone=[3],
+        begun=[
+            m.Begun(
+                number=4,
+                client="k" * 40,
+                key="0f" * 16,
+                prompt=2,
+                max_tokens=64,
+                stop=["\n"],
+                stop_ids=[0, 2],
+                logprobs=1,
+                temperature=0.7,
+                top_k=40,
+                top_p=0.9,
+                seed=2**64 - 1,
+            )
+        ],
+        grown=[(4, [7, 8], []), (4, [9], [(-0.5, [(9, -0.5)])])],
+        ended=[(4, m.FinishReason.STOP, 1, 0.25)],
+        whole=True,
+    ),
+    m.JournalAck(**WHO, session=2, number=1),
 ]
 
 
@@ -133,6 +159,12 @@ def test_exo_19_other_version_is_a_value(kind: str, version: int) -> None:
         (changed(MESSAGES[5], members=[]), "members"),
         (changed(MESSAGES[10], progress=2**63), "progress"),
         (changed(MESSAGES[3], progress=1.5), "progress"),
+        (changed(MESSAGES[17], number=-1), "number"),
+        (changed(MESSAGES[17], gone=["3"]), "gone"),
+        (changed(MESSAGES[17], grown=[[4, [2**31], []]]), "grown"),
+        (changed(MESSAGES[17], grown=[[4, [7]]]), "grown"),
+        (changed(MESSAGES[17], ended=[[4, "never", 0, 0.0]]), "ended"),
+        (changed(MESSAGES[17], begun=[{"number": 4, "key": "0f" * 16, "prompt": 0}]), "begun"),
     ],
 )
 def test_control_refusals_name_the_field(data: bytes, words: str) -> None:
