@@ -91,7 +91,11 @@ class LocalRing:
         self._given: set[int] = set()
 
     def start_node(
-        self, *flags: str, port: int | None = None, host: str = HOST, command: Sequence[str] = COMMAND
+        self,
+        *flags: str,
+        port: int | None = None,
+        host: str = HOST,
+        program: Sequence[str] = COMMAND,
     ) -> LocalNode:
         """Start one more node; it knows the first one's address beside mDNS.
 
@@ -99,10 +103,10 @@ class LocalRing:
             flags: for this node.
             port: its control port; a free one by default.
             host: its address.
-            command: runs the command line, in another network namespace for instance.
+            program: that takes the arguments of `cascadia-p2p`.
         """
         port = self._free_ports() if port is None else port
-        command = [*command, "join", "--model", str(self._model)]
+        command = [*program, "join", "--model", str(self._model)]
         command += ["--fleet", self.fleet, "--bind", host, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
         if self.nodes:

@@ -36,14 +36,14 @@ class Machine:
 
     Args:
         host: its address.
-        command: runs the command line there.
+        program: runs the command line there.
         port: of its node's control; None for any free one.
         client_port: where its node serves clients when it is the head; None for any free one. A frozen head
             keeps its port, so seats that share an address and may freeze must not share it.
     """
 
     host: str = HOST
-    command: Sequence[str] = COMMAND
+    program: Sequence[str] = COMMAND
     port: int | None = None
     client_port: int | None = None
 
@@ -108,7 +108,7 @@ class Seats:
         peers = [flag for other in others for flag in ("--peer", str(other))]
         flags = ("--shard", str(seat.shard), "--client-port", str(seat.client_port), *peers)
         seat.node = self.ring.start_node(
-            *flags, port=seat.port, host=seat.machine.host, command=seat.machine.command
+            *flags, port=seat.port, host=seat.machine.host, program=seat.machine.program
         )
         seat.port = seat.node.port
         self._shard_of[seat.node.index] = seat.shard

@@ -42,7 +42,7 @@ class Loop:
     async def run(self) -> None:
         port = None
         while True:
-            node = self._ring.start_node(*self._flags, port=port, command=CRASHING)
+            node = self._ring.start_node(*self._flags, port=port, program=CRASHING)
             self.started.append(node)
             port = node.port
             while node.process.poll() is None:  # noqa: ASYNC110 - processes have no event
