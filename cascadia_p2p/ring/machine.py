@@ -359,7 +359,7 @@ class RingMachine:
         self._assigner.start()
         for peer, reason in core.peers.gone(core.now):
             core.drop(peer, redial=True)
-            self._on_gone(peer, reason)
+            self._on_gone(peer, reason, silent=True)
         if core.heads:
             self._head.tick()
         else:
@@ -411,12 +411,12 @@ class RingMachine:
 
     # ------------------------------------------------------------------ loss and leaving
 
-    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False, silent: bool = False) -> None:
         core = self._core
         core.dirty = True
         core.say("info", "peer_gone", reason, peer=peer.node, peer_instance=peer.instance)
         if core.heads:
-            self._head.on_gone(peer, reason, left=left)
+            self._head.on_gone(peer, reason, left=left, silent=silent)
         else:
             self._follower.on_gone(peer, reason)
 
