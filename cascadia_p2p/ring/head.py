@@ -203,12 +203,12 @@ class Head:
 
     # ------------------------------------------------------------------ loss
 
-    def on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
-        """A peer is gone, or has said goodbye; if it was a member, so is the ring."""
+    def on_gone(self, peer: Peer, reason: str, *, left: bool = False, ended: bool = False) -> None:
+        """A peer is gone, has said goodbye, or its process has ended; if it was a member, so is the ring."""
         seat = self._core.seat
         if seat is not None and self.attempt is not None and peer.node in self.attempt.beat_at:
             lost = None if left else peer.node
-            silent = None if left or peer.refused_at is not None else peer
+            silent = None if left or ended else peer
             self._end(reason, self._shards_of(seat, {peer.node}), lost=lost, silent=silent, at_once=True)
 
     def leave(self, reason: str) -> None:

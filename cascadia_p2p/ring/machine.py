@@ -325,9 +325,8 @@ class RingMachine:
             return
         core.peers.bury(peer.instance, core.now + core.times.echo)
         core.drop(peer, redial=True)
-        self._on_gone(
-            peer, f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
-        )
+        reason = f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
+        self._on_gone(peer, reason, ended=True)
 
     def _load(self, event: LoadProgress | ShardLoaded | LoadFailed) -> None:
         core = self._core
@@ -410,12 +409,12 @@ class RingMachine:
 
     # ------------------------------------------------------------------ loss and leaving
 
-    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False, ended: bool = False) -> None:
         core = self._core
         core.dirty = True
         core.say("info", "peer_gone", reason, peer=peer.node, peer_instance=peer.instance)
         if core.heads:
-            self._head.on_gone(peer, reason, left=left)
+            self._head.on_gone(peer, reason, left=left, ended=ended)
         else:
             self._follower.on_gone(peer, reason)
 
