@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
+import pkgutil
 import platform
 import shutil
 import sys
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.driving import bound_memory, drive, has_atheris, run_child
+
+from cascadia_p2p import matrices
 
 
 def main() -> int:
@@ -68,6 +72,9 @@ def _child(name: str, seconds: float, corpus: Path | None) -> None:
         if has_atheris():
             import atheris
 
+            # What numba compiles for the seeds must stay as it is written.
+            for module in pkgutil.iter_modules(matrices.__path__, "cascadia_p2p.matrices."):
+                importlib.import_module(module.name)
             stack.enter_context(atheris.instrument_imports(include=["cascadia_p2p"]))
         from fuzzing.file_targets import scratch
         from fuzzing.targets import TARGETS

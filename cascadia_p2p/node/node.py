@@ -20,7 +20,7 @@ import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p import __version__
-from cascadia_p2p.config import Config
+from cascadia_p2p.config import Config, Limits
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
 from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
@@ -85,14 +85,7 @@ class Node:
         self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
-        limits = config.limits
-        self._times = Times(
-            beat=limits.heartbeat_s,
-            suspect=limits.suspect_s,
-            gone=limits.gone_s,
-            stuck=limits.stuck_s,
-            settle=limits.settle_s,
-        )
+        self._times = _times(config.limits)
         self._profile = profile = places.profile(config)
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
@@ -198,6 +191,8 @@ class Node:
         body["mdns"] = {**self._discovery.dropped()}
         body["protocol"] = PROTOCOL
         body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
+        if self._discovery.mdns is not None:
+            body["mdns"] = {**self._discovery.mdns.report()}
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
@@ -575,3 +570,13 @@ class Node:
         await self._worker.stop()
         self._refusals.close()
         await self._plane.close()
+
+
+def _times(limits: Limits) -> Times:
+    return Times(
+        beat=limits.heartbeat_s,
+        suspect=limits.suspect_s,
+        gone=limits.gone_s,
+        stuck=limits.stuck_s,
+        settle=limits.settle_s,
+    )
