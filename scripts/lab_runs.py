@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Run:
         right: those whose tokens are those of an undisturbed run.
         detect: when the head said that the ring is lost.
         back: when a ring was open again.
-        token: when the next token came after the break, at the reader of the first stream.
+        token: when the next token came at the reader of the first stream, once a ring was back.
+        pause: the longest time without a token there, from the break on.
         epochs: rings that were opened.
         said: what nodes said of it.
         faults: what was not as it must be.
@@ -85,6 +87,7 @@ class Run:
     detect: float | None = None
     back: float | None = None
     token: float | None = None
+    pause: float | None = None
     epochs: int = 0
     said: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -218,6 +221,7 @@ class Breaking:
 
     def __init__(self, ring: LabRing, run: Run, part: float = 1.0) -> None:
         self.ring, self.run, self.tokens = ring, run, int(part * ring.tokens)
+        self.started = time.time()
         self.answers = ring.client.ask(range(ring.streams), self.tokens)
         self.answers.begun(BEGUN, PATIENCE_S)
         self.at = time.time()
@@ -241,13 +245,18 @@ class Breaking:
             ring.whole()
         except LabError as error:
             run.faults.append(str(error)[:400])
+        early = [line["message"] for at, line in ring.said(self.started, "ring_closed") if at < self.at]
+        run.expect(not early, f"the ring was lost before the break: {early[:1]}")
         closed = ring.said(self.at, "ring_closed")
         opened = ring.said(self.at, "ring_open")
         run.epochs = len({line["epoch"] for _, line in opened})
         run.detect = round(closed[0][0] - self.at, 2) if closed else None
         run.back = round(opened[0][0] - self.at, 2) if opened else None
-        after = [at for at in self.answers.arrivals if at > self.at + (run.back or 0.0)]
-        run.token = round(after[0] - self.at, 2) if after else None
+        times = [at - self.at for at in self.answers.arrivals if at > self.at]
+        after = [at for at in times if run.back is not None and at > run.back]
+        run.token = round(after[0], 2) if after else None
+        pauses = [later - earlier for earlier, later in pairwise([0.0, *times])]
+        run.pause = round(max(pauses), 2) if times else None
         words = (str(line["message"]) for _, line in closed)
         run.said += dict.fromkeys(each for each in words if not each.endswith("waits for a ring"))
         if same_epoch:
@@ -359,7 +368,6 @@ def _worse(change: Callable[[Lab], None], seconds: float, part: float) -> Callab
             while True:
                 broken = Breaking(ring, run, part)
                 broken.settle(same_epoch=True)
-                run.token = None
                 if time.time() - before > seconds:
                     break
             run.expect(not ring.said(before, "ring_closed"), "the ring was lost")
@@ -426,7 +434,7 @@ def _client_cut(ring: LabRing, run: Run) -> None:
     broken = Breaking(ring, run)
     freed_after = run.detect
     broken.settle(same_epoch=True)
-    run.detect, run.token = freed_after, None
+    run.detect = freed_after
 
 
 def _flood(ring: LabRing, run: Run) -> None:
@@ -513,12 +521,14 @@ def runs(ring: LabRing, names: Sequence[str]) -> Iterator[Run]:
 def table(found: Sequence[Run]) -> str:
     """One line a run."""
     lines = [
-        "| run | answers right | lost after s | ring back s | next token s | new rings |",
-        "|---|---|---|---|---|---|",
+        "| run | answers right | lost after s | ring back s | next token s | longest pause s | new rings |",
+        "|---|---|---|---|---|---|---|",
     ]
     for run in found:
         cells = [run.what, f"{run.right} of {run.answers}"]
-        cells += ["" if value is None else f"{value:.1f}" for value in (run.detect, run.back, run.token)]
+        cells += [
+            "" if value is None else f"{value:.1f}" for value in (run.detect, run.back, run.token, run.pause)
+        ]
         lines.append(f"| {' | '.join(cells)} | {run.epochs} |")
     return "\n".join(lines)
 
