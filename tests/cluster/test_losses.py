@@ -29,7 +29,7 @@ from cascadia_p2p.types import Endpoint
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
 SHARDS = 3
-PATIENCE_S = 40.0
+PATIENCE_S = 90.0
 
 
 @dataclass
