@@ -86,15 +86,21 @@ class LocalRing:
         self._events: queue.Queue[NodeEvent] = queue.Queue()
         self._given: set[int] = set()
 
-    def start_node(self, *flags: str, port: int | None = None) -> LocalNode:
+    def start_node(
+        self,
+        *flags: str,
+        port: int | None = None,
+        program: Sequence[str] = (sys.executable, "-m", "cascadia_p2p"),
+    ) -> LocalNode:
         """Start one more node; it knows the first one's address beside mDNS.
 
         Args:
             flags: for this node.
             port: its control port; a free one by default.
+            program: that takes the arguments of `cascadia-p2p`.
         """
         port = self._free_ports() if port is None else port
-        command = [sys.executable, "-m", "cascadia_p2p", "join", "--model", str(self._model)]
+        command = [*program, "join", "--model", str(self._model)]
         command += ["--fleet", self.fleet, "--bind", HOST, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
         if self.nodes:

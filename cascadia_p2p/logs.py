@@ -8,15 +8,21 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping
-from typing import Literal, TextIO
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TextIO
 
 import orjson
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["configure_logs", "name_node"]
+__all__ = ["Gate", "configure_logs", "lines_left_out", "name_node"]
+
+MOST_KEYS: Final = 512
+"""Kinds of lines, and peers that they speak of, whose rates are known at a time."""
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m", "critical": "\x1b[31m", "debug": "\x1b[2m"}
@@ -24,6 +30,101 @@ _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 _LONGEST = 1000
 _named: dict[str, str] = {}
 """What every line of JSON says of the process that it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """So many lines at once, and from then on one every so many seconds."""
+
+    burst: int
+    every_s: float
+
+
+OF_A_KIND: Final = Rate(100, 2.0)
+OF_A_PEER: Final = Rate(10, 30.0)
+"""Warnings and errors of one kind that name one peer, or one library."""
+
+_WHO: Final = ("peer", "source", "library")
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What one key may still say."""
+
+    tokens: float
+    at: float
+    left_out: int = 0
+
+
+class Gate:
+    """Keeps whoever sends garbage from filling a disk: every kind of line has a rate, and so has every peer.
+
+    A processor of structlog; usable from any thread. What it leaves out is counted, and the next line of the
+    kind says how many there were (`left_out`).
+
+    Args:
+        clock: seconds of a steady clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[tuple[str, str], _Bucket] = OrderedDict()
+        self._lock = threading.Lock()
+        self.left_out = 0
+        """Lines left out so far."""
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __call__(self, _: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        """The line; raises DropEvent for one too many."""
+        if event.get("level") == "debug":
+            return event
+        name = str(event.get("event"))
+        who = next((str(event[each]) for each in _WHO if each in event), "")
+        grave = event.get("level") in ("warning", "error", "critical")
+        with self._lock:
+            # The peer's bucket first: a loud one must not use up what others may say.
+            if who and grave and not self._passes((name, who), OF_A_PEER):
+                raise structlog.DropEvent
+            if not self._passes((name, ""), OF_A_KIND):
+                raise structlog.DropEvent
+            left_out = self._told((name, "")) + (self._told((name, who)) if who and grave else 0)
+        if left_out:
+            event["left_out"] = left_out
+        return event
+
+    def _passes(self, key: tuple[str, str], rate: Rate) -> bool:
+        now = self._clock()
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _Bucket(rate.burst, now)
+            if len(self._buckets) > MOST_KEYS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(key)
+        bucket.tokens = min(rate.burst, bucket.tokens + (now - bucket.at) / rate.every_s)
+        bucket.at = now
+        if bucket.tokens < 1.0:
+            bucket.left_out += 1
+            self.left_out += 1
+            return False
+        bucket.tokens -= 1.0
+        return True
+
+    def _told(self, key: tuple[str, str]) -> int:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            return 0
+        count, bucket.left_out = bucket.left_out, 0
+        return count
+
+
+_gate = Gate()
+
+
+def lines_left_out() -> int:
+    """Lines that this process has not written because there were too many of their kind."""
+    return _gate.left_out
 
 
 def configure_logs(
@@ -49,6 +150,7 @@ def configure_logs(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            _gate,
             structlog.processors.TimeStamper(fmt=when, utc=when == "iso"),
             _exceptions,
             render,

@@ -4,17 +4,20 @@
     python scripts/fuzz.py --list
     python scripts/fuzz.py --seconds 600 --target frame --corpus corpus
 
-With the extra `fuzz` (atheris) inputs are led by coverage; without, they are random changes of what real encoders made.
-A target holds its decoder to four promises: only declared errors leave it; memory and CPU time stay bounded by the
-input's size, whatever numbers the input claims; and what was taken comes back the same through the encoder. Faults are
-printed with the input that showed them, and make the exit code 1.
+With the extra `fuzz` (atheris) inputs are led by coverage; without, they are random changes of what real
+encoders made. A target holds its decoder to four promises: only declared errors leave it; memory and CPU time
+stay bounded by the input's size, whatever numbers it claims; what was taken comes back the same through the
+encoder. Faults are printed with the input that showed them, and make the exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import io
 import json
+import pkgutil
 import platform
 import shutil
 import sys
@@ -22,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.driving import bound_memory, drive, has_atheris, run_child
+
+from cascadia_p2p import matrices
 
 
 def main() -> int:
@@ -67,12 +72,15 @@ def _child(name: str, seconds: float, corpus: Path | None) -> None:
         if has_atheris():
             import atheris
 
+            # What numba compiles for the seeds must stay as it is written.
+            for module in pkgutil.iter_modules(matrices.__path__, "cascadia_p2p.matrices."):
+                importlib.import_module(module.name)
             stack.enter_context(atheris.instrument_imports(include=["cascadia_p2p"]))
         from fuzzing.file_targets import scratch
         from fuzzing.targets import TARGETS
 
         from cascadia_p2p.logs import configure_logs
-    configure_logs("json", "error", Path("/dev/null").open("w") if sys.platform != "win32" else None)
+    configure_logs("json", "error", io.StringIO())
     try:
         run_child(TARGETS[name], seconds, corpus, bound_memory)
     finally:
@@ -83,7 +91,8 @@ def _line(result: dict[str, Any]) -> str:
     reached = "" if result["coverage"] is None else f", coverage {result['coverage']}"
     words = f"{result['target']:14} {result['inputs']:9} inputs, {result['refused']:9} refused{reached}"
     for fault in result["faults"]:
-        words += f"\n  FAULT {fault['kind']}\n    input {fault['input'][:400]}\n    {fault['trace'].strip()[-600:]}"
+        words += f"\n  FAULT {fault['kind']}\n    input {fault['input'][:400]}"
+        words += f"\n    {fault['trace'].strip()[-600:]}"
     return words
 
 

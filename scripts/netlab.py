@@ -48,8 +48,8 @@ class LabError(Exception):
     """The lab can not do what was asked; `str()` is a sentence."""
 
 
-def missing() -> str | None:
-    """Why a lab can not be made here, or None when it can."""
+def missing(*, thorough: bool = True) -> str | None:
+    """Why a lab can not be made here, or None when it can; `thorough` tries it."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -58,6 +58,8 @@ def missing() -> str | None:
         return "iproute2 (the command 'ip') is not installed"
     if _compiler() is None:
         return "no C compiler ('cc' or 'gcc') is installed: the lab's switch is compiled at first use"
+    if not thorough:
+        return None
     probe = f"netlab-probe-{os.getpid()}"
     try:
         _run(["ip", "netns", "add", probe])
@@ -508,7 +510,7 @@ def _change(lab: Lab, arguments: argparse.Namespace) -> None:
 def main() -> int:
     """Run one command; the exit code is 1 for a failure."""
     arguments = _parser().parse_args()
-    reason = missing()
+    reason = missing(thorough=arguments.action == "up")
     if reason is not None:
         print(f"netlab: {reason}", file=sys.stderr)
         return 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
@@ -11,7 +12,15 @@ import orjson
 import pytest
 import structlog
 
-from cascadia_p2p.logs import configure_logs, name_node
+from cascadia_p2p.logs import (
+    MOST_KEYS,
+    OF_A_KIND,
+    OF_A_PEER,
+    Gate,
+    configure_logs,
+    lines_left_out,
+    name_node,
+)
 
 
 class Terminal(io.StringIO):
@@ -136,3 +145,60 @@ def test_library_warnings_come_through_once() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 1
     assert orjson.loads(lines[0])["message"] == "socket gone"
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def passed(gate: Gate, count: int, **fields: str) -> list[dict[str, object]]:
+    """Those of so many lines that pass."""
+    found: list[dict[str, object]] = []
+    for _ in range(count):
+        with contextlib.suppress(structlog.DropEvent):
+            found.append(dict(gate(None, "", {"level": "warning", "event": "refused", **fields})))
+    return found
+
+
+def test_a_peer_that_goes_on_and_on_is_told_of_now_and_then_with_a_count() -> None:
+    clock = Clock()
+    gate = Gate(clock)
+    first = passed(gate, 1000, peer="a")
+    assert len(first) == OF_A_PEER.burst
+    assert not [line for line in first if "left_out" in line]
+    clock.now += OF_A_PEER.every_s
+    (again,) = passed(gate, 1000, peer="a")
+    assert again["left_out"] == 990
+    assert len(passed(gate, 5, peer="b")) == 5, "another one is not silenced by it"
+    assert gate.left_out == 990 + 999
+
+
+def test_no_number_of_peers_fills_the_log_or_the_memory() -> None:
+    clock = Clock()
+    gate = Gate(clock)
+    lines = sum(len(passed(gate, 3, peer=str(number))) for number in range(3 * MOST_KEYS))
+    assert lines == OF_A_KIND.burst
+    assert len(gate) <= MOST_KEYS
+    clock.now += 10 * OF_A_KIND.every_s
+    more = passed(gate, 100)
+    assert len(more) == 10
+    assert more[0]["left_out"] > 3 * MOST_KEYS
+    assert passed(gate, 1, event="ring_open") == [{"level": "warning", "event": "ring_open"}]
+
+
+def test_the_gate_stands_before_every_line_and_what_was_left_out_is_counted() -> None:
+    stream = io.StringIO()
+    configure_logs("json", stream=stream)
+    before = lines_left_out()
+    for number in range(500):
+        structlog.get_logger().warning("from_a_stranger", message=f"line {number}", peer="1.2.3.4")
+        logging.getLogger("some.library").warning("packet %d", number)
+    events = [orjson.loads(line)["event"] for line in stream.getvalue().splitlines()]
+    assert events.count("from_a_stranger") == events.count("library_message") == OF_A_PEER.burst
+    assert lines_left_out() - before == 2 * (500 - OF_A_PEER.burst)

@@ -161,11 +161,34 @@ def _show(body: dict[str, JsonValue]) -> None:
             console.print(_work(node), markup=False, soft_wrap=True)
     for sentence in _ring_words(body):
         console.print(sentence, markup=False, soft_wrap=True)
-    for sentence in _journal_words(body):
+    for sentence in (*_refused_words(body), *_journal_words(body)):
         console.print(sentence, markup=False, soft_wrap=True)
     requests = body.get("requests")
     if isinstance(requests, dict):
         console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
+
+
+def _refused_words(body: dict[str, JsonValue]) -> list[str]:
+    """What the node that answered did not take, by reason; nothing where that is nothing."""
+    thread, door = body.get("data_thread"), body.get("door")
+    tables: list[tuple[str, JsonValue]] = [("control messages and log", body.get("dropped"))]
+    if isinstance(thread, dict):
+        tables += [("frames", thread.get("dropped")), ("segments", thread.get("failed"))]
+    if isinstance(door, dict):
+        tables.append(("door", {name: door.get(name) for name in ("turned_away", "rejected_lists")}))
+    ports = body.get("ports")
+    if isinstance(ports, dict):
+        tables += [(f"{port} port", counts) for port, counts in ports.items()]
+    tables.append(("mDNS", body.get("mdns")))
+    found = []
+    for title, counts in tables:
+        counted = counts.items() if isinstance(counts, dict) else ()
+        words = [
+            f"{name.replace('_', ' ')} {value}" for name, value in counted if isinstance(value, int) and value
+        ]
+        if words:
+            found.append(f"not taken, {title}: {', '.join(words)}")
+    return found
 
 
 def _journal_words(body: dict[str, JsonValue]) -> list[str]:

@@ -158,6 +158,20 @@ class Discovery:
             await self._more.wait()
         return self._pending.pop(next(iter(self._pending)))
 
+    def dropped(self) -> dict[str, int]:
+        """Announcements that were of no use, by reason, since mDNS was opened; empty without it."""
+        if self._mdns is None:
+            return {}
+        seen, traffic = self._mdns.sightings, self._mdns.traffic
+        return {
+            "other_fleets": seen.other_fleets,
+            "other_versions": seen.other_versions,
+            "malformed": seen.malformed,
+            "forgotten": seen.forgotten,
+            "damaged": traffic.damaged,
+            "unresolved": traffic.dropped,
+        }
+
     def explain_alone(self) -> str:
         """Why this node may see no other, with counts and what to do next."""
         return alone_sentence(

@@ -171,3 +171,7 @@ def _hear_given_interfaces_only(sock: socket.socket) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             sock.setsockopt(*_MULTICAST_ALL[sock.family], 0)
+            # Linux hands a packet that one socket alone wants to any one of those that share the port by
+            # this option: a node on 127.0.0.1 would get what is meant for one on the network. SO_REUSEADDR
+            # is enough.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)

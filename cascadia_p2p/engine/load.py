@@ -99,8 +99,9 @@ def load_stage(
         None if smaller == footprint else partial(need, footprint=smaller),
     )
     threads = compiling.set_threads(threads or os.cpu_count() or 1)
-    compiling.warm_up(_told("kernels", progress))
+    # A device that is not there is said before kernels are compiled.
     backend = new_backend(device, precision, promise.rows, threads)
+    compiling.warm_up(_told("kernels", progress))
     attenuation = {layer: reader.attenuation(layer) for layer in reader.layers}
     plan = StagePlan(reader.layers, promise, rewind, Encoding(cache), attenuation=attenuation)
     model = build(plan, reader, backend, _told("weights", progress))

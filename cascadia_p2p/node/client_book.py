@@ -38,7 +38,7 @@ class ClientBook:
         """Lists that were not made with the fleet's key."""
         self.changed: Callable[[], None] = lambda: None
         """Called after the list has changed."""
-        self._take(self._read(kept))
+        self._take_file(kept)
         self.look()
 
     @property
@@ -61,7 +61,7 @@ class ClientBook:
         stamp = (found.st_mtime_ns, found.st_ino)
         if stamp != self._issued_stamp:
             self._issued_stamp = stamp
-            self._take(self._read(self._issued))
+            self._take_file(self._issued)
 
     def message(self, node: NodeId, instance: Instance, *, whole: bool) -> Clients:
         """What other nodes are told: the list's digest, and the list itself if `whole`."""
@@ -96,10 +96,9 @@ class ClientBook:
         )
         self.changed()
 
-    def _read(self, path: Path) -> ClientList:
+    def _take_file(self, path: Path) -> None:
         try:
-            return load_clients(path, self._key.pair)
+            self._take(load_clients(path, self._key.pair))
         except CascadiaError as error:
-            # Nobody is admitted by a list that can not be read.
+            # Nobody is admitted by a list that can not be read, and nobody who was withdrawn comes back.
             _log.warning("client_list_rejected", message=str(error))
-            return ClientList()

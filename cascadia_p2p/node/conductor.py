@@ -26,6 +26,9 @@ Deliver = Callable[[Sequence[Update]], None]
 """Takes updates, from the data thread; must not block."""
 
 
+MOST_SPARED: Final = 5
+"""Losses after which a stream is suspected though the node has survived: it may make nodes fall silent."""
+
 SUSPECTED_FRAMES: Final = 2
 """A process that dies may take the frame before the one that it was computing with it, unsent."""
 
@@ -58,6 +61,8 @@ class HeadConductor:
         self._deliver = deliver
         self._in_flight: deque[tuple[int, npt.NDArray[np.uint64]]] = deque()
         self._suspected: dict[StreamId, int] = {}
+        self._latest: set[StreamId] = set()
+        self._spared: dict[StreamId, tuple[int, int]] = {}
         self._outage: _Outage | None = None
 
     def schedule(self) -> Plan | None:
@@ -78,9 +83,17 @@ class HeadConductor:
         self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
         self._in_flight.popleft()
 
-    def open(self, stages: int, promise: Promise) -> None:
-        """The ring serves from now on; streams of the one before go on in it."""
+    def open(self, stages: int, promise: Promise, *, survived: bool = False) -> None:
+        """The ring serves from now on; streams of the one before go on in it.
+
+        Args:
+            stages: of the ring.
+            promise: what all of them hold.
+            survived: the stage that was lost is back as it was: what it computed has not ended it.
+        """
         self._outage = None
+        if survived:
+            self._spare()
         self._in_flight.clear()
         self._scheduler.admitting = True
         self._tell(self._scheduler.open(stages, promise))
@@ -171,17 +184,32 @@ class HeadConductor:
     def _suspect(self, held: int, reason: str) -> None:
         """Note whose rows lay at the lost stage; end who was there twice without a token in between."""
         streams = {stream.request.stream: stream for stream in self._scheduler.streams()}
-        before = {i: at for i, at in self._suspected.items() if i in streams and len(streams[i].ids) <= at}
-        self._suspected = dict(before)
+
+        def stands(stream: StreamId, ids: int) -> bool:
+            return stream in streams and len(streams[stream].ids) <= ids
+
+        before = {i: at for i, at in self._suspected.items() if stands(i, at)}
+        self._suspected, self._latest = dict(before), set()
+        self._spared = {i: spared for i, spared in self._spared.items() if stands(i, spared[0])}
         guilty: Collection[StreamId] = ()
         for _, ids in [each for each in self._in_flight if held <= each[0] < held + SUSPECTED_FRAMES]:
             found = {StreamId(int(each)) for each in ids} & streams.keys()
             guilty = guilty or found & before.keys()
+            self._latest |= found - before.keys()
             for stream in found:
                 self._suspected[stream] = len(streams[stream].ids)
         for stream in guilty:
             text = f"a node was lost twice while it computed this request, which may be the cause: {reason}"
             self.drop(stream, RequestError(ErrorCode.INTERNAL, text))
+
+    def _spare(self) -> None:
+        """Suspect those no more who came under suspicion with the latest loss."""
+        for stream in self._latest & self._suspected.keys():
+            times = self._spared.get(stream, (0, 0))[1] + 1
+            self._spared[stream] = (self._suspected[stream], times)
+            if times <= MOST_SPARED:
+                del self._suspected[stream]
+        self._latest = set()
 
     def _tell(self, updates: Sequence[Update]) -> None:
         if updates:

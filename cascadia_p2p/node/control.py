@@ -40,9 +40,6 @@ KNOCK_AGAIN_S: Final = 5.0
 REMIND_S: Final = 60.0
 """Until the same thing is said of the same door again."""
 
-LINE_S: Final = 0.2
-"""Least time between two lines about doors: a stranger must not fill the log."""
-
 NAMELESS: Final = 8
 """Of so many who had hung up before their address could be read, one is spoken of."""
 
@@ -109,7 +106,6 @@ class ControlPlane:
         self._server = server
         self._door = door
         self._reminders: OrderedDict[str, float] = OrderedDict()
-        self._line_at = float("-inf")
         self._nameless = 0
         self.strangers = 0
         """Connections that were turned away at this node's door."""
@@ -249,6 +245,12 @@ class ControlPlane:
         accepted = self._accepted_by_link.get(link)
         return accepted is not None and self._server.reply(accepted.identity, data) is Delivery.SENT
 
+    def _reaches(self, node: NodeId) -> bool:
+        """Whether a connection that this node dialled leads there now: it may have several addresses."""
+        links = self._routes[node].links if node in self._routes else []
+        dialers = [self._dialled[link].dialer for link in links if link in self._dialled]
+        return any(dialer is not None and dialer.connected for dialer in dialers)
+
     def _unroute(self, link: int) -> None:
         for node, routes in list(self._routes.items()):
             if link in routes.links:
@@ -274,7 +276,7 @@ class ControlPlane:
                 self._accepted.move_to_end(call.identity)
                 if len(self._accepted) > MAX_ACCEPTED:
                     self._forget_accepted(next(iter(self._accepted.values())).link)
-                self._take(call.data, accepted.link, _who(accepted.owner))
+                self._take(call.data, accepted.link, _who(accepted.owner, call.host))
 
     def _turned_away(self, stranger: Stranger) -> None:
         self.strangers += 1
@@ -289,9 +291,9 @@ class ControlPlane:
 
     def _say_seldom(self, key: str, sentence: str) -> None:
         now = asyncio.get_running_loop().time()
-        if now - self._line_at < LINE_S or now - self._reminders.get(key, float("-inf")) < REMIND_S:
+        if now - self._reminders.get(key, float("-inf")) < REMIND_S:
             return
-        self._line_at = self._reminders[key] = now
+        self._reminders[key] = now
         self._reminders.move_to_end(key)
         if len(self._reminders) > MAX_REMINDERS:
             self._reminders.popitem(last=False)
@@ -365,7 +367,7 @@ class ControlPlane:
                 _log.debug("not_a_node", message=f"what listens at {dialled.endpoint} is not a node of ours")
             if owner is not None and happened is Dial.DISCONNECTED:
                 self._emit(ConnectionLost(*owner))
-            elif owner is not None and happened is Dial.REFUSED:
+            elif owner is not None and happened is Dial.REFUSED and not self._reaches(owner[0]):
                 self._emit(ConnectionRefused(*owner))
             if not dialer.connected and not dialled.lasting:
                 if happened is Dial.DISCONNECTED:
@@ -374,5 +376,5 @@ class ControlPlane:
                     return False
 
 
-def _who(owner: tuple[NodeId, Instance] | None) -> str:
-    return "an unknown address" if owner is None else f"node {owner[0]}"
+def _who(owner: tuple[NodeId, Instance] | None, host: str) -> str:
+    return (host or "an unknown address") if owner is None else f"node {owner[0]}"

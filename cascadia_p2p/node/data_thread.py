@@ -10,9 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from cascadia_p2p.node.seat import DataCounters, DataReports, Drop, Inputs, PlanLike, Seat, empty_rows
@@ -299,8 +300,11 @@ class DataThread:
         )
         rows = self._compute(seat, frame, plan.tokens)
         if seat.alone:
-            self._answer(seat, frame.number, *self._read_tokens(seat, frame, rows))
+            records, alternatives = self._read_tokens(seat, frame, rows)
+            self._count_failed(seat, records["status"], records["stage"])
+            self._answer(seat, frame.number, records, alternatives)
         else:
+            self._count_failed(seat, frame.segments["error"], frame.segments["stage"])
             self._send(encode_header(frame), rows)
             self._left.append(time.perf_counter_ns())
             self.counters.frames_out += 1
@@ -314,9 +318,11 @@ class DataThread:
         rows = self._compute(seat, frame, inputs)
         if seat.tail:
             records, alternatives = self._read_tokens(seat, frame, rows)
+            self._count_failed(seat, records["status"], records["stage"])
             answer = Frame(_TOKENS, frame.epoch, frame.number, records=records, alternatives=alternatives)
             self._send(encode_header(answer), None)
         else:
+            self._count_failed(seat, frame.segments["error"], frame.segments["stage"])
             self._send(header, rows)
         self.counters.frames_out += 1
 
@@ -366,6 +372,21 @@ class DataThread:
         if kind not in self._failures and len(self._failures) < 100:
             self._failures.add(kind)
             _log.error("stage_failed", message="a frame could not be computed", error=kind, exc_info=error)
+
+    def _count_failed(self, seat: Seat, errors: npt.NDArray[Any], stages: npt.NDArray[Any]) -> None:
+        """Count the segments that failed at this stage, and say so: what came before it may be lying."""
+        if not errors.any():
+            return
+        for error, stage in zip(errors.tolist(), stages.tolist(), strict=True):
+            if error and stage == seat.index:
+                name = SegmentError(error).name.lower()
+                self.counters.failed[name] += 1
+                _log.warning(
+                    "segment_refused",
+                    message=f"stage {stage} can not compute what came for a stream: {name.replace('_', ' ')}",
+                    reason=name,
+                    stage=stage,
+                )
 
     def _on_layer(self) -> None:
         self.counters.progress += 1

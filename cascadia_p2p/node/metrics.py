@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from cascadia_p2p.node.head import HeadCounts
 from cascadia_p2p.node.meters import HeadMeter, Histogram, RingMeter
+from cascadia_p2p.node.refusals import PortCounts
 from cascadia_p2p.node.seat import DataCounters, DataTotals
 from cascadia_p2p.ring.scheduler import PrefixCounts
 
@@ -75,6 +76,9 @@ class Measures:
         messages: control messages that were dropped, by reason.
         ring: the rings that it was in.
         strangers: connections that were turned away for want of the fleet's key.
+        ports: what each port did not take.
+        mdns: announcements that were of no use, by reason.
+        lines_left_out: of the log.
         head: only on the serving head.
     """
 
@@ -90,6 +94,9 @@ class Measures:
     parts: Mapping[str, float] = field(default_factory=dict)
     messages: Mapping[str, int] = field(default_factory=dict)
     strangers: int = 0
+    ports: Mapping[str, PortCounts] = field(default_factory=dict)
+    mdns: Mapping[str, int] = field(default_factory=dict)
+    lines_left_out: int = 0
     ring: RingMeter = field(default_factory=RingMeter)
     head: HeadMeasures | None = None
 
@@ -123,6 +130,7 @@ class MetricsText(Collector):
         found = self._measure()
         yield from _process(self._process)
         yield from _node(found)
+        yield from _refused(found)
         yield from _work(found.data, found.totals, found.parts)
         if found.head is not None:
             yield from _requests(found.head)
@@ -189,11 +197,28 @@ def _node(found: Measures) -> Iterator[Metric]:
     yield _counter(
         "cascadia_outage_seconds", "Time from the loss of an epoch to the next that opened.", ring.outage_s
     )
+    yield _gauge("cascadia_stage_slots_taken", "Slots of the stage that hold a stream.", found.slots)
+    yield _counter("cascadia_stage_misfits", "Operations that the stage could not follow.", found.misfits)
+
+
+def _refused(found: Measures) -> Iterator[Metric]:
+    """What came from outside and was not taken."""
     reasons = {name.removesuffix("_messages"): count for name, count in found.messages.items()}
     yield _counters("cascadia_control_messages_dropped", "Control messages not taken.", "reason", reasons)
     yield _counter("cascadia_strangers_turned_away", "Peers without the fleet's key.", found.strangers)
-    yield _gauge("cascadia_stage_slots_taken", "Slots of the stage that hold a stream.", found.slots)
-    yield _counter("cascadia_stage_misfits", "Operations that the stage could not follow.", found.misfits)
+    failed = CounterMetricFamily(
+        "cascadia_handshakes_failed", "Connections that did not get in.", labels=["port", "reason"]
+    )
+    for port, counts in found.ports.items():
+        for reason, count in counts.handshakes.items():
+            failed.add_metric([port, reason], count)
+    yield failed
+    cut = {port: counts.overfull for port, counts in found.ports.items()}
+    yield _counters("cascadia_connections_cut", "Connections that sent more than is taken.", "port", cut)
+    scrapes = found.ports["metrics"].others if "metrics" in found.ports else {}
+    yield _counters("cascadia_scrapes_refused", "Scrapes not answered with metrics.", "reason", scrapes)
+    yield _counters("cascadia_mdns_ignored", "Announcements of no use here.", "reason", found.mdns)
+    yield _counter("cascadia_log_lines_left_out", "Log lines that were too many.", found.lines_left_out)
 
 
 def _work(data: DataCounters, totals: DataTotals, parts: Mapping[str, float]) -> Iterator[Metric]:
@@ -202,6 +227,7 @@ def _work(data: DataCounters, totals: DataTotals, parts: Mapping[str, float]) ->
     yield _counter("cascadia_frames_sent", "Frames handed to the next node.", totals.frames_out)
     yield _counter("cascadia_rows", "Rows (positions of streams) computed here.", totals.rows)
     yield _counters("cascadia_frames_dropped", "Frames not taken.", "reason", data.dropped)
+    yield _counters("cascadia_segments_failed", "Segments not computed here.", "reason", data.failed)
     yield _counter("cascadia_frames_failed", "Frames whose computation failed.", data.errors)
     times = {"compute": data.busy_ns / 1e9, "wait": data.wait_ns / 1e9, "send": data.send_ns / 1e9}
     yield _counters(

@@ -20,12 +20,13 @@ import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p import __version__
-from cascadia_p2p.config import Config
+from cascadia_p2p.config import Config, Limits
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
 from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.identity import Identity
+from cascadia_p2p.logs import lines_left_out
 from cascadia_p2p.node.answers import AnswerDesk
 from cascadia_p2p.node.client_book import ClientBook
 from cascadia_p2p.node.conductor import HeadConductor
@@ -36,7 +37,9 @@ from cascadia_p2p.node.journal_copy import JournalCopy
 from cascadia_p2p.node.meters import RingMeter
 from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.refusals import Refusals
 from cascadia_p2p.node.scrapes import MetricsServer
+from cascadia_p2p.node.statuses import StatusDesk
 from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
@@ -82,14 +85,7 @@ class Node:
         self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._started = time.monotonic()
-        limits = config.limits
-        self._times = Times(
-            beat=limits.heartbeat_s,
-            suspect=limits.suspect_s,
-            gone=limits.gone_s,
-            stuck=limits.stuck_s,
-            settle=limits.settle_s,
-        )
+        self._times = _times(config.limits)
         self._profile = profile = places.profile(config)
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
@@ -127,6 +123,8 @@ class Node:
         self._rings = RingMeter()
         listener = places.metrics
         self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
+        self._statuses = StatusDesk(self.status)
+        self._refusals = Refusals(places.control, places.receiver, self._scrapes)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None
@@ -186,9 +184,15 @@ class Node:
         body: StatusBody = dict(self._machine.snapshot(time.monotonic()))
         dropped = body["dropped"]
         if isinstance(dropped, dict):
-            body["dropped"] = dropped | {"malformed_messages": self._places.control.malformed}
+            malformed = self._places.control.malformed
+            body["dropped"] = dropped | {"malformed_messages": malformed, "log_lines": lines_left_out()}
+        ports = self._refusals.counts(self._head_server)
+        body["ports"] = {port: {**counts.shown()} for port, counts in ports.items()}
+        body["mdns"] = {**self._discovery.dropped()}
         body["protocol"] = PROTOCOL
         body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
+        if self._discovery.mdns is not None:
+            body["mdns"] = {**self._discovery.mdns.report()}
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
@@ -242,9 +246,16 @@ class Node:
             parts=worker.part_seconds(),
             messages=machine.counts() | malformed,
             strangers=self._plane.strangers,
+            ports=self._refusals.counts(self._head_server),
+            mdns=self._discovery.dropped(),
+            lines_left_out=lines_left_out(),
             ring=self._rings,
             head=None if self._head is None else self._measure_head(self._head),
         )
+
+    @property
+    def _head_server(self) -> ClientServer | None:
+        return None if self._head is None else self._head.server
 
     def _measure_head(self, head: HeadService) -> HeadMeasures:
         return HeadMeasures(
@@ -272,7 +283,7 @@ class Node:
     def _handle(self, event: events.Event) -> None:
         if isinstance(event, events.Heard) and isinstance(event.message, StatusQuery):
             report = StatusReport(
-                node=self._profile.node, instance=self._profile.instance, body=self.status()
+                node=self._profile.node, instance=self._profile.instance, body=self._statuses.get()
             )
             self._plane.answer(event.link, report)
             return
@@ -292,6 +303,7 @@ class Node:
             await asyncio.sleep(self._times.tick)
             self._handle(self._counters())
             self._handle(events.Tick())
+            self._refusals.look(self._head_server)
             self._keep_journal()
             if number % ANNOUNCE_TICKS == 0:
                 self._announce()
@@ -436,12 +448,12 @@ class Node:
                 self._worker.probe(epoch, number)
             case actions.SetPace(times):
                 call(lambda: conductor.pace(times.slowest, times.trip))
-            case actions.OpenRing(epoch, members, promise):
+            case actions.OpenRing(epoch, members, promise, survived):
                 self._rings.open(epoch, time.monotonic())
                 self._worker.open(epoch)
                 if members[0].node == self._profile.node:
                     self._promised = promise
-                    call(lambda: conductor.open(len(members), promise))
+                    call(lambda: conductor.open(len(members), promise, survived=survived))
             case actions.CloseRing(epoch, reason, missing, was_open, held):
                 self._rings.close(epoch, time.monotonic())
                 self._worker.close_epoch(epoch)
@@ -476,7 +488,7 @@ class Node:
             desk,
             self._conductor,
             self._worker,
-            status=self.status,
+            status=self._statuses.get,
             missing=lambda: self._machine.missing(time.monotonic()),
             queue_wait_s=self._config.limits.queue_wait_s,
             recovery_s=self._config.limits.recovery_s,
@@ -556,4 +568,15 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._discovery.stop()
         await self._worker.stop()
+        self._refusals.close()
         await self._plane.close()
+
+
+def _times(limits: Limits) -> Times:
+    return Times(
+        beat=limits.heartbeat_s,
+        suspect=limits.suspect_s,
+        gone=limits.gone_s,
+        stuck=limits.stuck_s,
+        settle=limits.settle_s,
+    )

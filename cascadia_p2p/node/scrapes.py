@@ -14,6 +14,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from cascadia_p2p.types import Endpoint
 
 MAX_CONNECTIONS: Final = 16
+BACKLOG: Final = 128
+"""Connections that the system may hold until they are looked at: a scraper must not wait behind a crowd."""
+
 MAX_HEAD_BYTES: Final = 8192
 """Of a request with all its headers."""
 
@@ -21,6 +24,7 @@ PATIENCE_S: Final = 5.0
 """For a request to arrive whole, and for its answer to be taken."""
 
 _PLAIN: Final = "text/plain; charset=utf-8"
+_TAKEN: Final = b"HTTP/1.1 200 "
 _log = structlog.get_logger()
 
 
@@ -38,6 +42,8 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task[None]] = set()
         self._failed = False
+        self.refused = {"surplus": 0, "malformed": 0, "unfinished": 0}
+        """Connections and requests that were not answered with metrics, by why."""
         host, port = listener.getsockname()[:2]
         self.endpoint = Endpoint(str(host), int(port))
         """Where it serves."""
@@ -45,7 +51,7 @@ class MetricsServer:
     async def start(self) -> None:
         """Serve from now on."""
         self._server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
+            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=BACKLOG
         )
         told = _log.info if self.endpoint.loopback else _log.warning
         clear = "" if self.endpoint.loopback else ", in the clear, to everybody who reaches that address"
@@ -66,6 +72,7 @@ class MetricsServer:
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
+            self.refused["surplus"] += 1
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="metrics")
@@ -76,12 +83,14 @@ class MetricsServer:
         """One request, one answer; whatever goes wrong ends this connection and nothing else."""
         try:
             async with asyncio.timeout(PATIENCE_S):
-                writer.write(await answer(reader, self._text))
+                said = await answer(reader, self._text)
+                self.refused["malformed"] += not said.startswith(_TAKEN)
+                writer.write(said)
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass
+            self.refused["unfinished"] += 1
         except Exception:
             # Said once: a scraper comes again and again.
             if not self._failed:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadia_p2p.types import Endpoint, Epoch
-from cascadia_p2p.wire.frames import FrameFault, FrameLimits, Rows, Table
+from cascadia_p2p.wire.frames import FrameFault, FrameLimits, Rows, SegmentError, Table
 
 Inputs: TypeAlias = npt.NDArray[Any]
 """int32 token ids [rows] on the first stage, float32 [rows, hidden] on the others."""
@@ -132,6 +132,10 @@ def _no_drops() -> dict[str, int]:
     return {str(reason): 0 for reasons in (FrameFault, Drop) for reason in reasons}
 
 
+def _no_failures() -> dict[str, int]:
+    return {error.name.lower(): 0 for error in SegmentError if error is not SegmentError.NONE}
+
+
 @dataclass(frozen=True, slots=True)
 class DataTotals:
     """Frames of all epochs that a data thread has been in, the present one among them.
@@ -166,6 +170,7 @@ class DataCounters:
         round_ns, rounds: on the head, from handing a frame over to its tokens, and of how many frames in
             this epoch.
         dropped: frames that were not taken, by reason.
+        failed: segments that could not be computed here, by reason.
         earlier: the totals of the epochs before this one.
         turn: held while an epoch's counts become part of `earlier`.
     """
@@ -184,6 +189,7 @@ class DataCounters:
     round_ns: int = 0
     rounds: int = 0
     dropped: dict[str, int] = field(default_factory=_no_drops)
+    failed: dict[str, int] = field(default_factory=_no_failures)
     earlier: DataTotals = DataTotals()
     turn: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

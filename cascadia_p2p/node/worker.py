@@ -294,6 +294,7 @@ class Worker:
             "wait_s": round(counted.wait_ns / 1e9, 6),
             "send_s": round(counted.send_ns / 1e9, 6),
             "dropped": {str(reason): count for reason, count in counted.dropped.items() if count},
+            "failed": {reason: count for reason, count in counted.failed.items() if count},
             "work": shown or None,
         }
 

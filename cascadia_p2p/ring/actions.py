@@ -126,11 +126,19 @@ class SetPace:
 
 @dataclass(frozen=True, slots=True)
 class OpenRing:
-    """The ring serves; on the head, admit requests."""
+    """The ring serves; on the head, admit requests.
+
+    Args:
+        epoch: the one that opened.
+        members: its nodes, by shard.
+        promise: what all of them hold.
+        survived: the node that was lost by silence is heard again: no stream has ended its process.
+    """
 
     epoch: Epoch
     members: tuple[Member, ...]
     promise: Promise
+    survived: bool = False
 
 
 @dataclass(frozen=True, slots=True)

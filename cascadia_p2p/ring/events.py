@@ -48,7 +48,7 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionRefused:
-    """Dialling a node again was refused: nobody listens at its port."""
+    """The connection to a node closed, none other is up, and its port refuses: nobody listens there."""
 
     node: NodeId
     instance: Instance

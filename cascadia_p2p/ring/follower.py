@@ -39,7 +39,11 @@ class Follower:
                 peer.node, Reject(node=core.node, instance=core.instance, epoch=form.epoch, reason=reason)
             )
             core.say_seldom(
-                f"reject {peer.node}", "warning", "form_rejected", f"{peer.label} was refused: {reason}"
+                f"reject {peer.node}",
+                "warning",
+                "form_rejected",
+                f"{peer.label} was refused: {reason}",
+                peer=peer.node,
             )
             return
         if core.seat is not None:

@@ -12,8 +12,9 @@ banned: it may be the only one).
 
 While the ring is open a member is suspect after `Times.suspect` without a beat, or as soon as its connection
 closes: nothing new is admitted until it is heard. It is lost when it is silent for `Times.gone`, when its
-port refuses and it stays silent, when a new instance of it appears, when it says goodbye, when it reports a
-broken hop, when it says that it is in another epoch, or when it or the hop to it is stuck (`watch`).
+connection is closed and its port refuses, when a new instance of it appears, when it says goodbye, when it
+reports a broken hop, when it says that it is in another epoch, or when it or the hop to it is stuck
+(`watch`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cascadia_p2p.ring.formation import Attempt, next_epoch, plan, shard_list
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.ring.stagetime import Pace, StageTime, ring_time
 from cascadia_p2p.ring.watch import HopWatch
-from cascadia_p2p.types import Epoch, NodeId, Promise
+from cascadia_p2p.types import Epoch, Instance, NodeId, Promise
 from cascadia_p2p.wire.messages import Beat, ClaimState, Close, Form, Member, Open, Ready, Reject
 
 
@@ -52,6 +53,7 @@ class Head:
         self._candidate_since: float | None = None
         self._probe = 0
         self._paces: tuple[Pace, ...] = ()
+        self._silent: tuple[NodeId, Instance] | None = None
 
     # ------------------------------------------------------------------ becoming the head
 
@@ -186,7 +188,9 @@ class Head:
         attempt.opened_at = attempt.open_at = core.now
         core.dirty = True
         self._tell_pace(seat)
-        core.act(OpenRing(seat.epoch, seat.members, seat.promise))
+        survived = self._silent is not None and core.peers.get(*self._silent) is not None
+        self._silent = None
+        core.act(OpenRing(seat.epoch, seat.members, seat.promise, survived))
         self._send_open(seat, [member.node for member in seat.others])
         core.say(
             "info",
@@ -204,7 +208,8 @@ class Head:
         seat = self._core.seat
         if seat is not None and self.attempt is not None and peer.node in self.attempt.beat_at:
             lost = None if left else peer.node
-            self._end(reason, self._shards_of(seat, {peer.node}), lost=lost, at_once=True)
+            silent = None if left or peer.refused_at is not None else peer
+            self._end(reason, self._shards_of(seat, {peer.node}), lost=lost, silent=silent, at_once=True)
 
     def leave(self, reason: str) -> None:
         """This node ends; tell the members."""
@@ -241,7 +246,7 @@ class Head:
                 self._avoid(member.node)
                 core.drop(peer, redial=True)
                 reason = f"{peer.label} has not beaten for {silent:.1f} s"
-                self._end(reason, (member.shard,), lost=member.node)
+                self._end(reason, (member.shard,), lost=member.node, silent=peer)
                 return True
             if self._has_left(peer, seat, attempt):
                 self._end(f"{peer.label} has left epoch {seat.epoch}", (member.shard,))
@@ -339,7 +344,7 @@ class Head:
         for node, beat_at in attempt.beat_at.items():
             peer = core.peers.get(node)
             silent = core.peers.silence(beat_at, core.now)
-            if peer is None or peer.lost_at is not None or peer.refused_at is not None:
+            if peer is None or peer.lost_at is not None:
                 found.append(f"the connection to {core.name(node)} is closed")
             elif silent >= core.times.suspect:
                 found.append(f"{peer.label} has not beaten for more than {core.times.suspect:g} s")
@@ -427,7 +432,13 @@ class Head:
         )
 
     def _end(
-        self, reason: str, missing: tuple[int, ...], *, lost: NodeId | None = None, at_once: bool = False
+        self,
+        reason: str,
+        missing: tuple[int, ...],
+        *,
+        lost: NodeId | None = None,
+        silent: Peer | None = None,
+        at_once: bool = False,
     ) -> None:
         """End the epoch here and at every member, and form again.
 
@@ -435,6 +446,7 @@ class Head:
             reason: a sentence.
             missing: shards that nobody serves now.
             lost: a member that went without a goodbye; what it was computing may be why.
+            silent: the same, when nothing but its silence says that it is gone.
             at_once: form again without a pause: the cause is gone.
         """
         core, seat, attempt = self._core, self._core.seat, self.attempt
@@ -445,6 +457,8 @@ class Head:
             core.send(member.node, message)
         self.attempt = None
         self.paused = None
+        if seat.open:
+            self._silent = None if silent is None else (silent.node, silent.instance)
         core.stand_up(reason, missing, self._held_by(lost, seat, attempt))
         stable = attempt.opened_at is not None and core.now - attempt.opened_at >= core.times.stable
         if stable:

@@ -320,11 +320,15 @@ class RingMachine:
         peer = core.peers.get(event.node, event.instance)
         if peer is None:
             return
+        core.dirty = True
         if isinstance(event, ConnectionLost):
             peer.lost_at = core.now
-        elif peer.refused_at is None:
-            peer.refused_at = core.now
-        core.dirty = True
+            return
+        core.peers.bury(peer.instance, core.now + core.times.echo)
+        core.drop(peer, redial=True)
+        self._on_gone(
+            peer, f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
+        )
 
     def _load(self, event: LoadProgress | ShardLoaded | LoadFailed) -> None:
         core = self._core

@@ -89,6 +89,7 @@ class Meeting:
             "refused",
             f"refused by the node at {source}: {message.message}",
             code=message.code.value,
+            source=source,
         )
         if message.serving:
             self._end_if_newcomer(message.code, message.message)
@@ -102,7 +103,7 @@ class Meeting:
             core.act(Answer(link, refusal(own, RefusalCode.VERSION, sentence, serving=core.serving)))
         core.act(Retry(link, core.times.stranger_redial))
         self.refused += 1
-        core.say_seldom(f"version {source}", "warning", "refused", sentence, code="version")
+        core.say_seldom(f"version {source}", "warning", "refused", sentence, code="version", source=source)
         if message.serving:
             self._end_if_newcomer(RefusalCode.VERSION, sentence)
 
@@ -111,7 +112,7 @@ class Meeting:
         core = self._core
         if not core.seldom("undecodable", core.times.remind):
             return
-        core.say("warning", "undecodable", f"dropped what {source} sent: {sentence}")
+        core.say("warning", "undecodable", f"dropped what {source} sent: {sentence}", source=source)
         answer = refusal(core.introduction(), RefusalCode.MALFORMED, sentence, serving=core.serving)
         core.act(Answer(link, answer))
 
@@ -153,9 +154,9 @@ class Meeting:
             peer_instance=intro.instance,
         )
         if warning := mixed_software(own, intro):
-            core.say_seldom(f"mixed {intro.node}", "warning", "software_mixed", warning)
+            core.say_seldom(f"mixed {intro.node}", "warning", "software_mixed", warning, peer=intro.node)
         if warning := mixed_numbers(own, intro):
-            core.say_seldom(f"numbers {intro.node}", "warning", "numbers_mixed", warning)
+            core.say_seldom(f"numbers {intro.node}", "warning", "numbers_mixed", warning, peer=intro.node)
 
     def _turn_away(
         self,
@@ -186,6 +187,7 @@ class Meeting:
             "refused",
             f"refused the node at {source}: {answer.message}",
             code=answer.code.value,
+            source=source,
         )
 
     def _delay(self, code: RefusalCode) -> float:

@@ -7,7 +7,8 @@
   much at most.
 - A replaced instance is buried: nothing it says later counts. One that said goodbye is not listened to for a
   while, so that what was still under way does not bring it back.
-- Silence makes a peer suspect, then gone. Nothing else does: no single lost message, no word of a third node.
+- Silence makes a peer suspect, then gone. So does a closed connection, and then a port that refuses: the
+  process has ended. Nothing else does: no single lost message, no word of a third node.
 - A node that was itself stalled (a gap between its ticks) judges nobody for one silence period: what it did
   not hear may lie in its own buffers. To stay useful on a machine that always stalls, it grants this three
   times a minute.
@@ -59,7 +60,6 @@ class Peer:
         moved_at: when it said last that loading has got on.
         beat_at: when its last beat came; None when it does not beat to this node.
         lost_at: when its connection closed, until it is heard again.
-        refused_at: when its port refused, until it is heard again.
     """
 
     intro: Introduction
@@ -79,7 +79,6 @@ class Peer:
     beat: Beat | None = None
     beat_at: float | None = None
     lost_at: float | None = None
-    refused_at: float | None = None
 
     @property
     def node(self) -> NodeId:
@@ -192,7 +191,7 @@ class Membership:
     def hear(self, peer: Peer, now: float) -> None:
         """Anything came from the peer."""
         peer.heard = now
-        peer.lost_at = peer.refused_at = None
+        peer.lost_at = None
 
     def bury(self, instance: Instance, until: float = math.inf) -> None:
         """Do not listen to that instance, for ever or until then."""
@@ -219,11 +218,7 @@ class Membership:
 
     def is_suspect(self, peer: Peer, now: float) -> bool:
         """Whether nothing new should be built on the peer."""
-        return (
-            peer.lost_at is not None
-            or peer.refused_at is not None
-            or self.silence(peer.heard, now) >= self._times.far_suspect
-        )
+        return peer.lost_at is not None or self.silence(peer.heard, now) >= self._times.far_suspect
 
     def load_stalled(self, peer: Peer, now: float) -> bool:
         """Whether the peer loads a shard and has not got on with it for `Times.load_silent`."""
@@ -237,18 +232,10 @@ class Membership:
             silent = self.silence(peer.heard, now)
             if silent >= self._times.far_gone:
                 found.append((peer, f"{peer.label} has been silent for {silent:.1f} s"))
-            elif peer.refused_at is not None and self._refused_for(peer, now):
-                found.append(
-                    (peer, f"{peer.label} refuses connections at {peer.intro.control}: its process has ended")
-                )
         return found
 
-    def _refused_for(self, peer: Peer, now: float) -> bool:
-        grace = self._times.refused_grace if peer.beat_at is not None else 0.0
-        return peer.refused_at is not None and now - peer.refused_at >= grace
-
     def _speaks(self, peer: Peer, now: float) -> bool:
-        if peer.lost_at is not None or peer.refused_at is not None:
+        if peer.lost_at is not None:
             return False
         limit = self._times.contest if peer.beat_at is not None else self._times.far_contest
         return now - peer.heard < limit

@@ -94,7 +94,6 @@ class Times:
         beat: between two beats of head and members.
         suspect, gone: silence of a node that beats.
         far_suspect, far_gone: silence of a node that only sends State.
-        refused_grace: a node whose port refuses and that stays silent for so long is gone.
         contest: silence after which a new instance replaces one that beats.
         far_contest: the same for one that only sends State.
         stall: a gap between ticks that shows this node itself was stalled.
@@ -103,6 +102,7 @@ class Times:
         probe: between two probe frames; probe_name: before the silent hop is named; probe_limit: before
             giving up.
         departed: an instance that said goodbye is not listened to for so long.
+        echo: one whose port refuses is not listened to for so long: what it said last may still be under way.
         strange: a member that says it is in another epoch for so long has left this one.
         reassign: a shard stays without a node for so long before a loaded node is moved to it.
         candidate: the best holder of shard 0 for so long serves clients, with or without a ring.
@@ -127,7 +127,6 @@ class Times:
     gone: float = 2.0
     far_suspect: float = 2.5
     far_gone: float = 6.0
-    refused_grace: float = 0.15
     contest: float = 0.35
     far_contest: float = 1.5
     stall: float = 0.6
@@ -137,6 +136,7 @@ class Times:
     probe_name: float = 2.0
     probe_limit: float = 6.0
     departed: float = 10.0
+    echo: float = 1.0
     strange: float = 1.5
     reassign: float = 3.0
     candidate: float = 0.5

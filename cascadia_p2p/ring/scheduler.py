@@ -234,7 +234,7 @@ class Scheduler:
                 updates.append(self._advance(stream, position, token, score, now))
             first = last
         for stream in asked:
-            # A stream that went on awaits the token of a later frame, if any; one put back started in a later one.
+            # One that went on awaits a later frame's token, if any; one that was put back started later.
             if stream.awaited and number >= stream.started_frame and self._running.get(stream.id) is stream:
                 updates.append(self._give_up(stream, f"frame {number} came back without its token"))
         return updates

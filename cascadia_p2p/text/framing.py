@@ -294,8 +294,8 @@ def _parsed(text: str) -> object:
     """The JSON value in a text.
 
     Raises:
-        ValueError: it is none, or none that every reader of a reply takes: infinities, halves of characters, or
-            lists within lists without end.
+        ValueError: it is none, or none that every reader of a reply takes: infinities, halves of
+            characters, or lists within lists without end.
     """
     value: object = orjson.loads(text)
     level = [value]

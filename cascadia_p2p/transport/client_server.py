@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 import zmq
 
-from cascadia_p2p.transport.curve import Domain
-from cascadia_p2p.transport.looping import (
-    Delivery,
-    LoopSocket,
-    Monitor,
-    Signal,
-    SocketEvent,
-    connection_of,
-)
+from cascadia_p2p.transport.curve import Domain, failed_handshake
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent
+from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
+from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
 from cascadia_p2p.types import Endpoint
 
 LINGER_MS: Final = 1000
@@ -42,10 +35,11 @@ SEND_BUFFER: Final = 1 << 16
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
+WAITING_BYTES: Final = 1 << 27
+"""Of requests that one connection may send ahead."""
+
 UNACKNOWLEDGED_MS: Final = 5000
 """Until a client is gone whose machine takes nothing: no heartbeat leaves while answers fill the way."""
-
-_EVENTS: Final = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +115,7 @@ class ClientServer:
             made.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
             made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
             self._signal = Signal()
-            self._monitor = Monitor(made, _EVENTS, self._signal)
+            self._monitor = Monitor(made, EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
         except BaseException:
             made.close(linger=0)
@@ -132,6 +126,11 @@ class ClientServer:
         """Connections that were ended because their key was withdrawn."""
         self.faults = 0
         """Messages without the shape of a request."""
+        self.failed = no_knocks()
+        """Handshakes that came to nothing, by why."""
+        self.meter = Meter(WAITING_BYTES)
+        """Of its connections."""
+        self._due = 0.0
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()
         self._ended: set[int] = set()
@@ -195,6 +194,10 @@ class ClientServer:
                 continue
             await self._signal.wait()
 
+    def look(self) -> None:
+        """End connections that send more than is taken; to be called often."""
+        self._due = cut_overfull(self.meter, self._due, {endpoint.port for endpoint in self.endpoints})
+
     def reply(self, route: Route, data: bytes) -> Delivery:
         """Send to a client without waiting; FULL means that it does not take what it got before."""
         if route.envelope is None:
@@ -209,21 +212,26 @@ class ClientServer:
 
     def _follow_connections(self) -> None:
         while (event := self._monitor.take()) is not None:
+            if (knock := failed_handshake(event.event, event.value)) is not None:
+                self.failed[knock] += 1
+                continue
             self._keys.pop(event.value, None)
             if event.event == zmq.Event.ACCEPTED:
                 self._end(event)
+                self.meter.opened(event.value, time.monotonic())
                 self._ended.discard(event.value)
                 self._open[event.value] = self._next()
                 if len(self._open) > self.limit:
                     self._surplus.add(self._open[event.value])
                 if len(self._open) > self.limit + SURPLUS:
-                    self._hang_up(event.value, self._is_client)
+                    hang_up(event.value, self._is_client)
             else:
                 self._end(event)
 
     def _end(self, event: SocketEvent) -> None:
         """Report the connection that had this descriptor."""
         connection = self._open.pop(event.value, None)
+        self.meter.closed(event.value)
         if connection is not None:
             self._surplus.discard(connection)
             self._ended.add(event.value)
@@ -235,21 +243,8 @@ class ClientServer:
 
     def _expel(self, descriptor: int | None) -> None:
         """End a connection at one of the guarded addresses."""
-        if descriptor is not None and self._hang_up(descriptor, lambda at: at in self._guarded):
+        if descriptor is not None and hang_up(descriptor, lambda at: (_host(at[0]), at[1]) in self._guarded):
             self.expelled += 1
-
-    def _hang_up(self, descriptor: int, ours: Callable[[tuple[str, int]], bool]) -> bool:
-        """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone.
-
-        The descriptor may belong to something else by now: `ours` tells by the local address.
-        """
-        with connection_of(descriptor) as made, contextlib.suppress(OSError):
-            if made is not None:
-                host, port = made.getsockname()[:2]
-                if ours((_host(str(host)), port)):
-                    made.shutdown(socket.SHUT_RDWR)
-                    return True
-        return False
 
     def _is_client(self, at: tuple[str, int]) -> bool:
         return any(endpoint.port == at[1] for endpoint in self.endpoints)
@@ -260,7 +255,8 @@ class ClientServer:
 
     def _accept(self, parts: list[zmq.Frame]) -> None:
         """Queue what a message is, and behind it the end of its connection if that came first."""
-        descriptor, key = _descriptor(parts[-1]), _key(parts[-1])
+        descriptor, key = source_of(parts[-1]), _key(parts[-1])
+        self.meter.took(descriptor, sum(map(len, parts)), len(parts))
         if key is not None and not self._admitted(key):
             if descriptor in self._open:
                 self._expel(descriptor)
@@ -294,14 +290,6 @@ def _key(part: zmq.Frame) -> bytes | None:
 def _host(text: str) -> str:
     """An address without its scope."""
     return text.partition("%")[0]
-
-
-def _descriptor(part: zmq.Frame) -> int | None:
-    """The descriptor that a part came over; None by the oldest protocol, which noise can look like."""
-    try:
-        return int(part.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return None
 
 
 def read_request(parts: list[zmq.Frame], connection: int) -> ClientCall | ClientFault:

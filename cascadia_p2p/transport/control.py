@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +15,9 @@ import zmq
 from cascadia_p2p.transport.client_server import ClientCall, read_request
 from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
+from cascadia_p2p.transport.meter import Meter, source_of
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
+from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
 from cascadia_p2p.types import Endpoint
 
 LINGER_MS: Final = 1000
@@ -23,10 +26,11 @@ MAX_CONTROL_PART: Final = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class ControlCall:
-    """A message from a dialling peer, and the identity that a reply goes to."""
+    """A message from a dialling peer, the identity for a reply, and its host, empty when not known."""
 
     identity: bytes
     data: bytes
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,8 @@ class Stranger:
     why: Knock
 
 
-_DOOR_EVENTS: Final = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+WAITING_BYTES: Final = 1 << 24
+"""Of messages that one connection may send ahead."""
 
 
 class ControlServer:
@@ -66,7 +65,7 @@ class ControlServer:
             network.guard(made, Domain.NODES)
             self.endpoint = bind(made, host, port, flag)
             self._signal = Signal()
-            self._monitor = Monitor(made, _DOOR_EVENTS, self._signal)
+            self._monitor = Monitor(made, EVENTS, self._signal)
             self._socket = LoopSocket(made, self._signal)
         except BaseException:
             made.close(linger=0)
@@ -78,6 +77,11 @@ class ControlServer:
         self._knock: Knock | None = None
         self.malformed = 0
         """Messages that were dropped because they had another shape than one part."""
+        self.failed = no_knocks()
+        """Handshakes that came to nothing, by why."""
+        self.meter = Meter(WAITING_BYTES)
+        """Of its connections."""
+        self._due = 0.0
 
     async def receive(self) -> ControlCall:
         """The next message; safe to cancel."""
@@ -85,8 +89,9 @@ class ControlServer:
             self._signal.clear()
             self._follow_strangers()
             while (parts := self._socket.take()) is not None:
+                self.meter.took(source_of(parts[-1]), sum(map(len, parts)), len(parts))
                 if len(parts) == 2:
-                    return ControlCall(parts[0].bytes, parts[1].bytes)
+                    return ControlCall(parts[0].bytes, parts[1].bytes, _host(parts[1]))
                 self._turn_away(parts)
             await self._signal.wait()
 
@@ -95,19 +100,27 @@ class ControlServer:
         while (event := self._monitor.take()) is not None:
             if event.event == zmq.Event.ACCEPTED:
                 self._hosts[event.value] = peer_address(event.value)
+                self.meter.opened(event.value, time.monotonic())
             elif event.event == zmq.Event.DISCONNECTED:
                 host = self._hosts.pop(event.value, "")
+                self.meter.closed(event.value)
                 knock, self._knock = self._knock, None
                 if knock is not None:
                     self.turned_away(Stranger(host, knock))
             else:
                 self._knock = failed_handshake(event.event, event.value)
+                if self._knock is not None:
+                    self.failed[self._knock] += 1
 
     def _turn_away(self, parts: list[zmq.Frame]) -> None:
         self.malformed += 1
         call = read_request(parts, 0)
         if isinstance(call, ClientCall) and self._client_answer:
             self._socket.give([call.route.identity, *(call.route.envelope or ()), b"", self._client_answer])
+
+    def look(self) -> None:
+        """End connections that send more than is taken; to be called often."""
+        self._due = cut_overfull(self.meter, self._due, {self.endpoint.port})
 
     def reply(self, identity: bytes, data: bytes) -> Delivery:
         """Send to the peer with this identity, without waiting."""
@@ -118,6 +131,14 @@ class ControlServer:
         self._signal.close()
         self._monitor.close()
         self._socket.close(linger_ms)
+
+
+def _host(part: zmq.Frame) -> str:
+    """Where a part came from, as ZeroMQ noted it when the connection was made."""
+    try:
+        return str(part.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
 
 
 class Dial(Enum):

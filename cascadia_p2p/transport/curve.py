@@ -226,7 +226,7 @@ class Knock(Enum):
     HUNG_UP = "hung_up"
     """The other side ended it: for a key that is not its own, or for any reason else."""
     FOREIGN = "foreign"
-    """What it sent is no ZeroMQ."""
+    """What it sent is no ZeroMQ, or it sent too little in the time that it had."""
 
 
 _MECHANISM: Final = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)

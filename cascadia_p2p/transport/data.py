@@ -12,7 +12,9 @@ import numpy.typing as npt
 import zmq
 
 from cascadia_p2p.transport.curve import Domain
+from cascadia_p2p.transport.meter import Meter, source_of
 from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
+from cascadia_p2p.transport.ports import PortWatch
 from cascadia_p2p.types import Endpoint
 
 COPY_THRESHOLD: Final = 262_144
@@ -23,6 +25,8 @@ SEND_MS: Final = 300
 HEARTBEAT_MS: Final = 100
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 MAX_HEADER: Final = 1 << 20
+WAITING_PARTS: Final = 128
+"""Of the largest size that one connection may send ahead: twice the frames that a head has in flight."""
 
 # Plain numbers: combining ZeroMQ's flags takes longer than handing over a small message.
 _NOW: Final = int(zmq.NOBLOCK)
@@ -42,7 +46,11 @@ class DataReceiver:
     def __init__(
         self, network: Network, host: str, port: int, *, max_part: int, flag: str = "--port"
     ) -> None:
-        self._pull = network.socket(zmq.PULL, linger_ms=0, max_part=max(max_part, MAX_HEADER))
+        most = max(max_part, MAX_HEADER)
+        self._pull = network.socket(zmq.PULL, linger_ms=0, max_part=most)
+        self.meter = Meter(WAITING_PARTS * most)
+        """Of its connections."""
+        self._source: int | None = None
         self._wake = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)
         self._lock = threading.Lock()
         self._woken = False
@@ -75,23 +83,31 @@ class DataReceiver:
         if self._unread:
             self._skip()
         try:
-            part = self._pull.recv(0 if wait else _NOW)
+            part = self._pull.recv(0 if wait else _NOW, copy=False)
         except zmq.Again:
             return None
         self._unread = True
-        if not part:
+        if not len(part):
             with self._lock:
                 self._woken = False
             return None
-        return bytearray(part)
+        self._source = source_of(part)
+        self.meter.took(self._source, len(part))
+        return bytearray(part.buffer)
 
     def recv_payload(self, out: npt.NDArray[np.float32]) -> bool:
         """Fill `out` with the second part, without a copy of ours; see `FrameReceiver.recv_payload`."""
         # A part larger than the buffer is cut without an error: its true size is what is returned.
         try:
-            return self._pull.recv_into(out.data, flags=_NOW) == out.nbytes
+            size = self._pull.recv_into(out.data, flags=_NOW)
         except zmq.Again:
             return False
+        self.meter.took(self._source, size)
+        return size == out.nbytes
+
+    def watch(self) -> PortWatch:
+        """Follow, in the running loop, who connects; to be closed after this receiver."""
+        return PortWatch(self._pull, self._endpoint.port, self.meter)
 
     def wake(self) -> None:
         """Make a waiting `recv_header` return; from any thread, before and after `close` too."""
@@ -113,7 +129,7 @@ class DataReceiver:
     def _skip(self) -> None:
         self._unread = False
         while self.more:
-            self._pull.recv(_NOW, copy=False)
+            self.meter.took(self._source, len(self._pull.recv(_NOW, copy=False)))
 
 
 class DataSender:

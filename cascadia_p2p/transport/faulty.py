@@ -16,7 +16,10 @@ from cascadia_p2p.types import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often each fault happens, as shares of the messages (their sum at most 1); the delay in seconds."""
+    """How often each fault happens, as shares of the messages (their sum at most 1); the delay in seconds.
+
+    After `most` faults all is well.
+    """
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -24,6 +27,7 @@ class Faults:
     delay: float = 0.0
     delay_s: float = 0.001
     seed: int = 0
+    most: int = 1 << 62
 
 
 @dataclass(slots=True)
@@ -35,6 +39,11 @@ class FaultCounts:
     duplicated: int = 0
     reordered: int = 0
     delayed: int = 0
+
+    @property
+    def faults(self) -> int:
+        """Of any kind."""
+        return self.dropped + self.duplicated + self.reordered + self.delayed
 
 
 class FaultyTransport:
@@ -84,7 +93,7 @@ class FaultySender:
         """Hand over one message, or not, or twice, or behind the next one."""
         counts, faults = self._owner.counts, self._faults
         counts.sent += 1
-        at = self._draw.random() if self._owner.active else 1.0
+        at = self._draw.random() if self._owner.active and counts.faults < faults.most else 1.0
         if at < faults.drop:
             counts.dropped += 1
             return True

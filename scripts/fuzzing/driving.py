@@ -1,4 +1,4 @@
-"""Runs targets: each in a process of its own, led by coverage where atheris is installed, by chance elsewhere."""
+"""Runs targets, a process each, led by coverage where atheris is installed and by chance elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from fuzzing.target import LONGEST, Judge, Mutator, Target
 
-GRACE_S: Final = 120.0
+GRACE_S: Final = 600.0
 """Beyond its seconds, for a process to start and to end."""
 
 MORE_MEMORY: Final = 2 << 30
@@ -101,6 +101,7 @@ def run_child(target: Target, seconds: float, corpus: Path | None, start: Callab
 
 def _follow_coverage(give: Callable[[bytes], None], seeds: list[bytes], corpus: Path | None) -> None:
     import atheris
+
     from fuzzing.file_targets import scratch
 
     directory = corpus or scratch() / "corpus"

@@ -1,4 +1,4 @@
-"""Targets that read files which come from elsewhere: keys, manifests, weights, tokenizers, settings, templates."""
+"""Targets that read files from elsewhere: keys, manifests, weights, tokenizers, settings, templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import orjson
-from fuzzing.target import Target, promise
 
 from cascadia_p2p.config import load_config
 from cascadia_p2p.errors import CheckpointError, RequestError, ShardError, UsageError
@@ -31,6 +30,7 @@ from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.template import MAX_S, MAX_TEXT, ChatTemplate
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.curve import KeyPair
+from fuzzing.target import Target, promise
 
 SAMPLE: Final = "tiny12"
 VOCAB: Final = 280
@@ -144,7 +144,9 @@ def _gguf_seed() -> list[bytes]:
 def _gguf(path: Path) -> None:
     header = read_gguf_header(path)
     size = path.stat().st_size
-    promise(all(each.start + each.nbytes <= size for each in header.tensors.values()), "a tensor beyond the file")
+    promise(
+        all(each.start + each.nbytes <= size for each in header.tensors.values()), "a tensor beyond the file"
+    )
     files = tokenizer_files(header.metadata)
     if files:
         end_ids(header.metadata)
@@ -216,7 +218,11 @@ LLAMA: Final = {
 MESSAGES: Final = (
     {"role": "system", "content": "be kind"},
     {"role": "user", "content": "hello"},
-    {"role": "assistant", "content": "ha", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]},
+    {
+        "role": "assistant",
+        "content": "ha",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}],
+    },
 )
 
 
@@ -229,11 +235,15 @@ def _template(data: bytes) -> None:
 
 TEMPLATES: Final = (
     b"{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m['content'] | trim }}{% endfor %}",
-    b"{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n ~ ',' }}{% endfor %}",
-    b"{% macro f(x) %}{{ x | tojson(indent=2) }}{% endmacro %}{{ f(tools) }}{% if add_generation_prompt %}a{% endif %}",
-    b"{{ messages | map(attribute='role') | join(', ') }}{{ '%s-%5d' | format('a', 3) }}{{ 'ab' * 3 }}{{ 2 ** 8 }}",
+    b"{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    b"{{ ns.n ~ ',' }}{% endfor %}",
+    b"{% macro f(x) %}{{ x | tojson(indent=2) }}{% endmacro %}{{ f(tools) }}"
+    b"{% if add_generation_prompt %}a{% endif %}",
+    b"{{ messages | map(attribute='role') | join(', ') }}{{ '%s-%5d' | format('a', 3) }}"
+    b"{{ 'ab' * 3 }}{{ 2 ** 8 }}",
     b"{{ raise_exception('no') if messages[0].role != 'user' else strftime_now('%Y') }}",
-    b"{{ messages[1].content.split('l') }}{{ 'x'.join(['a', 'b']) | replace('a', 'bb') | upper | indent(4) }}",
+    b"{{ messages[1].content.split('l') }}"
+    b"{{ 'x'.join(['a', 'b']) | replace('a', 'bb') | upper | indent(4) }}",
 )
 
 CONFIG: Final = b"""fleet = "office"

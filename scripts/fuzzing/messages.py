@@ -19,10 +19,11 @@ def introduction(**changes: Any) -> dict[str, Any]:
     """The fields of a greeting."""
     return WHO | {
         "software": "0.1.0", "fleet": "office", "host": "desk-3", "fingerprint": "ab" * 32, "model": "tiny",
-        "sources": ("", "0123456789abcdef"), "shards": 3, "layers": 6, "hidden": 64, "holds": (0, 1, 2),
-        "claim": m.Claim(shard=1, state=m.ClaimState.LOADED, age_s=1.5), "promise": PROMISE, "control": ADDRESS,
-        "data": Endpoint("fe80::1%eth0", 7601), "epoch": 6, "device": "CPU", "precision": "fine",
-        "cache": "bf16", "pid": 4711, "peers": (Endpoint("192.168.1.21", 7600),),
+        "sources": ("", "0123456789abcdef"), "shards": 3, "layers": 6, "hidden": 64,
+        "holds": (0, 1, 2), "device": "CPU", "precision": "fine", "cache": "bf16", "pid": 4711,
+        "claim": m.Claim(shard=1, state=m.ClaimState.LOADED, age_s=1.5), "promise": PROMISE,
+        "control": ADDRESS, "data": Endpoint("fe80::1%eth0", 7601), "epoch": 6,
+        "peers": (Endpoint("192.168.1.21", 7600),),
     } | changes  # fmt: skip
 
 
@@ -45,6 +46,17 @@ def control_messages() -> list[m.ControlMessage]:
         m.StatusQuery(),
         m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
         m.Clients(**WHO, digest="f" * 32, sealed='{"clients":[],"mac":"00"}'),
+        m.Journal(
+            **WHO,
+            session=2,
+            number=1,
+            gone=(1,),
+            begun=(m.Begun(number=7, key="0f" * 16, prompt=2, max_tokens=9, stop=("END",), logprobs=1),),
+            grown=((7, (5, 6, 8), ((-0.5, ((8, -0.5),)),)),),
+            ended=((7, m.FinishReason.STOP, 0, 1.5),),
+            whole=True,
+        ),
+        m.JournalAck(**WHO, session=2, number=1),
     ]
 
 
@@ -53,7 +65,9 @@ def requests() -> list[m.ClientRequest]:
     chat = (m.ChatMessage(role="system", content="be kind"), m.ChatMessage(role="user", content="hello"))
     return [
         m.GenerateRequest(prompt="hi", max_tokens=3, stop_token_ids=(1, 2), ignore_eos=True, id="a"),
-        m.GenerateRequest(messages=chat, stream=True, stop=("\n",), tools=({"name": "f"},), reasoning_effort=0.5),
+        m.GenerateRequest(
+            messages=chat, stream=True, stop=("\n",), tools=({"name": "f"},), reasoning_effort=0.5
+        ),
         m.GenerateRequest(token_ids=(5, 6), temperature=1.0, top_k=40, top_p=0.9, seed=2**64 - 1, logprobs=3),
         m.CancelRequest(id="a"),
         m.AckRequest(id="a", seq=7),

@@ -9,10 +9,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from fuzzing.file_targets import VOCAB, plain_tokenizer
-from fuzzing.messages import control_messages, introduction
-from fuzzing.target import LONGEST, Target, promise
-from fuzzing.wire_targets import EPOCH, LIMITS, read_frame, sample_frames
 
 from cascadia_p2p.engine.slots import Slots
 from cascadia_p2p.errors import WireError
@@ -51,6 +47,10 @@ from cascadia_p2p.wire.messages import (
     decode_control,
     encode,
 )
+from fuzzing.file_targets import VOCAB, plain_tokenizer
+from fuzzing.messages import control_messages, introduction
+from fuzzing.target import LONGEST, Target, promise
+from fuzzing.wire_targets import EPOCH, LIMITS, read_frame, sample_frames
 
 PROMISE: Final = Promise(slots=4, context=256, rows=64, kept=2)
 HEADER_AT: Final = struct.Struct("<H")
@@ -163,7 +163,11 @@ def _answers(data: bytes) -> None:
     conductor.open(2, PROMISE)
     answers = {}
     for number, asked in enumerate(
-        (GenerateRequest(prompt="ab", max_tokens=9, logprobs=2), GenerateRequest(prompt="c", stream=True, id="a")), 1
+        (
+            GenerateRequest(prompt="a", max_tokens=9, logprobs=2),
+            GenerateRequest(prompt="c", stream=True, id="a"),
+        ),
+        1,
     ):
         accepted, answers[number] = _desk().accept(asked, StreamId(number))
         conductor.submit(accepted, lambda *_: None)
@@ -187,7 +191,9 @@ def _answers(data: bytes) -> None:
 def _said(data: bytes) -> None:
     """What a model says to a conversation in its framing: any tokens at all must give a reply."""
     ids = [256 + each - 0xE0 if each >= 0xE0 else each for each in data]
-    asked = GenerateRequest(messages=(ChatMessage(role="user", content="hi"),), max_tokens=9, stream=True, id="a")
+    asked = GenerateRequest(
+        messages=(ChatMessage(role="user", content="hi"),), max_tokens=9, stream=True, id="a"
+    )
     accepted, answer = _desk().accept(asked, StreamId(1))
     for token in ids:
         answer.take((token,))
@@ -198,7 +204,13 @@ def _said_seed() -> list[bytes]:
     names = {name.strip("<|>"): id_ - 256 + 0xE0 for name, id_ in special_tokens(VOCAB).items()}
     call = bytes([names["content_invoke_tool_json"]])
     end = bytes([names["end_message"]])
-    said = [b'{"name": "f", "args": {"a": [1, 2.5]}}', b"NaN", b"[[[[[[[[", b'"\\ud800"', b"9999999999999999999999"]
+    said = [
+        b'{"name": "f", "args": {"a": [1, 2.5]}}',
+        b"NaN",
+        b"[[[[[[[[",
+        b'"\\ud800"',
+        b"9999999999999999999999",
+    ]
     thought = bytes([names["content_thinking"]]) + b"hm" + end + bytes([names["content_text"]]) + b"yes" + end
     return [thought, *(b"f" + call + each + end for each in said)]
 
@@ -207,11 +219,13 @@ def _answer_seed() -> list[bytes]:
     frames = []
     for number in (1, 2, 3):
         records = record_table(2)
-        records[0] = (1, 3, 1 + number, 65 + number, -0.5, 0, 0, 2)
+        records[0] = (1, 3, number, 65 + number, -0.5, 0, 0, 2)
         records[1] = (2, 2, number, 70, -0.25, 0, 0, 0)
         named = alternative_table(2)
         named[0], named[1] = (65, -0.5), (66, -1.5)
-        frames.append(encode_header(Frame(FrameKind.TOKENS, EPOCH, number, records=records, alternatives=named)))
+        frames.append(
+            encode_header(Frame(FrameKind.TOKENS, EPOCH, number, records=records, alternatives=named))
+        )
     return [_joined(frames), _joined(frames[:1])]
 
 
@@ -224,7 +238,10 @@ def _thread_seed() -> list[bytes]:
         segments = segment_table(1)
         segments[0] = (9, 1, 5 * (number - 1), 5, 1, 0, 0)
         table = start if number == 1 else start[:0]
-        parts += [encode_header(Frame(FrameKind.ACTIVATIONS, EPOCH, number, LIMITS.hidden, segments, table)), rows]
+        parts += [
+            encode_header(Frame(FrameKind.ACTIVATIONS, EPOCH, number, LIMITS.hidden, segments, table)),
+            rows,
+        ]
     probe = [encode_header(frames[2]), b""]
     return [_joined(parts), _joined(probe + parts), _joined([encode_header(frames[0]), rows])]
 
@@ -234,7 +251,8 @@ def _machine(data: bytes) -> None:
     profile = NodeProfile(
         node=NodeId("f" * 16), instance=Instance("e" * 16), host="pc", software="0.1.0", fleet="office",
         model="tiny", fingerprint="ab" * 32, shards=3, layers=6, hidden=64, holds=(0, 1, 2), promise=PROMISE,
-        control=Endpoint("127.0.0.1", 7600), data=Endpoint("127.0.0.1", 7601), client=None, device="CPU", pid=1,
+        control=Endpoint("127.0.0.1", 7600), data=Endpoint("127.0.0.1", 7601), client=None, device="CPU",
+        pid=1,
     )  # fmt: skip
     machine = RingMachine(profile, 0.0)
     now = 0.0
@@ -252,7 +270,11 @@ def _machine(data: bytes) -> None:
 
 def _machine_seed() -> list[bytes]:
     said = [encode(each) for each in control_messages()]
-    head = encode(Greeting(**introduction(node="0" * 16, instance="1" * 16, claim=Claim(shard=0, state=ClaimState.LOADED))))
+    head = encode(
+        Greeting(
+            **introduction(node="0" * 16, instance="1" * 16, claim=Claim(shard=0, state=ClaimState.LOADED))
+        )
+    )
     return [_joined(said), _joined([head, *said[3:12]]), _joined(said[:4])]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-import tracemalloc
 import traceback
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,7 +23,7 @@ WEIGHED: Final = 64
 
 MEMORY_BASE: Final = 1 << 20
 MEMORY_PER_BYTE: Final = 512
-"""Python's objects for one byte of JSON may take hundreds; nothing may take more for a number that is claimed."""
+"""Python's objects for one byte of JSON may take hundreds; a number that is claimed may take nothing."""
 
 
 class BrokenPromiseError(AssertionError):
@@ -187,6 +187,18 @@ _CHANGES: Final[tuple[Callable[[bytearray, random.Random], Any], ...]] = (
     _repeat,
 )
 _WORDS: Final = (
-    *(b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"[]", b"{}", b'""', b"[[[[[[[[", b"99999999999999999999"),
+    *(
+        b"null",
+        b"true",
+        b"-1",
+        b"0",
+        b"1e999",
+        b"NaN",
+        b"[]",
+        b"{}",
+        b'""',
+        b"[[[[[[[[",
+        b"99999999999999999999",
+    ),
     *(b'"\\ud800"', b"\x00", b"\xff\xff\xff\xff", b"\r\n\r\n", b"=", b'"""', b"{{ ", b" }}", b"{% ", b" %}"),
 )

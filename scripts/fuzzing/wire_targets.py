@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import orjson
-from fuzzing.messages import control_messages, replies, requests
-from fuzzing.target import Target, promise
 
 from cascadia_p2p.discovery.txt import Announcement, decode_txt, encode_txt
 from cascadia_p2p.errors import RequestError, WireError
@@ -40,6 +38,8 @@ from cascadia_p2p.wire.frames import (
 )
 from cascadia_p2p.wire.messages import decode_control, decode_reply, decode_request, encode
 from cascadia_p2p.wire.work import WorkReport, read_work
+from fuzzing.messages import control_messages, replies, requests
+from fuzzing.target import Target, promise
 
 LIMITS: Final = FrameLimits(hidden=8, rows=64, segments=16, operations=32, records=16)
 EPOCH: Final = Epoch(5, Instance("0123456789abcdef"))
@@ -90,7 +90,9 @@ def _table(kind: FrameKind, itemsize: int, place: int) -> Callable[[bytes], Fram
         table = data[: count * itemsize]
         rows = 0
         if place == 0:
-            rows = sum(int.from_bytes(table[at + 16 : at + 20], "little") for at in range(0, len(table), itemsize))
+            rows = sum(
+                int.from_bytes(table[at + 16 : at + 20], "little") for at in range(0, len(table), itemsize)
+            )
         elif place == 2:
             table = data
         shape = (LIMITS.hidden, FLOAT32) if kind is FrameKind.ACTIVATIONS else (0, 0)
@@ -202,7 +204,9 @@ def _encoded(messages: Callable[[], Sequence[Any]]) -> Callable[[], list[bytes]]
 TARGETS: Final = (
     Target("frame", read_frame, lambda: [encode_header(each) for each in sample_frames()], (FrameError,)),
     Target("segments", _table(FrameKind.ACTIVATIONS, SEGMENT.itemsize, 0), lambda: _tables(0), (FrameError,)),
-    Target("operations", _table(FrameKind.ACTIVATIONS, OPERATION.itemsize, 1), lambda: _tables(1), (FrameError,)),
+    Target(
+        "operations", _table(FrameKind.ACTIVATIONS, OPERATION.itemsize, 1), lambda: _tables(1), (FrameError,)
+    ),
     Target("records", _table(FrameKind.TOKENS, RECORD.itemsize, 2), lambda: _tables(2), (FrameError,)),
     Target("control", _control, _encoded(control_messages), (WireError,)),
     Target("request", _request, _encoded(requests), (RequestError,)),
@@ -218,7 +222,9 @@ TARGETS: Final = (
     Target(
         "work",
         _work,
-        lambda: [WorkReport(seconds={"attention": 0.5, "dense": 1.0}, frames=3, rows=9).model_dump_json().encode()],
+        lambda: [
+            WorkReport(seconds={"attention": 0.5, "dense": 1.0}, frames=3, rows=9).model_dump_json().encode()
+        ],
         (),
     ),
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
+import zmq
 from cluster.conftest import Shards
 from cluster.fleet import ask, fleet
 from fixtures.reference import load_case
@@ -21,6 +22,7 @@ from cascadia_p2p.keys.places import FLEET_KEY, make_fleet_key
 from cascadia_p2p.node.places import Places
 from cascadia_p2p.node.query import ask_node, measure_node, share_clients
 from cascadia_p2p.transport.curve import Authenticator, Domain, KeyPair, Keys
+from cascadia_p2p.transport.network import Network, connect
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
@@ -151,6 +153,42 @@ def test_a_node_whose_authenticator_has_died_ends_in_words(
                 await ask_node(alone.control, 1.0, keys_of(key))
             with pytest.raises(CascadiaError, match="authenticator has ended"):
                 await asyncio.wait_for(alone.task, 5.0)
+
+    asyncio.run(scenario())
+
+
+def test_wrong_keys_in_a_loop_and_a_key_file_that_is_replaced_change_nothing(
+    shards: Shards, tmp_path: Path, key: KeyFile
+) -> None:
+    model, other = shards(CASE, (6, 6)), make_fleet_key("test", tmp_path / "other.key")
+
+    async def scenario() -> None:
+        async with fleet(tmp_path) as made:
+            for shard in range(2):
+                await made.start(model, shard=shard, key=key.path)
+            head = await made.open()
+            said = len(made.said)
+            with Network(keys_of(other)) as network:
+                for _ in range(40):
+                    for at, kind in ((head.control, zmq.DEALER), (head.data, zmq.PUSH)):
+                        knocker = network.socket(kind, linger_ms=0, max_part=1 << 16)
+                        network.present(knocker)
+                        connect(knocker, at)
+                    await asyncio.sleep(0.01)
+
+                def counted() -> bool:
+                    ports = cast(dict[str, dict[str, int]], head.node.status()["ports"])
+                    return all(ports[port]["handshake_key"] >= 40 for port in ("control", "data"))
+
+                await made.until(counted, "every attempt is counted, by port and reason")
+            assert (await ask(head, PROMPT.ids, max_tokens=24)).token_ids == PROMPT.generated
+            assert len(made.said) - said < 5, "a stranger must not fill the log"
+            # What lies in the file counts from the next start on.
+            key.path.write_bytes(other.path.read_bytes())
+            key.path.chmod(0o644)
+            with pytest.raises(NotAdmittedError):
+                await ask_node(head.control, 5.0, keys_of(other))
+            assert (await ask_node(head.control, 5.0, keys_of(key)))["state"] == "open"
 
     asyncio.run(scenario())
 

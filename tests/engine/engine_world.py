@@ -28,6 +28,9 @@ from cascadia_p2p.wire.frames import OPERATION, SEGMENT, OperationKind, SegmentE
 F32 = npt.NDArray[np.float32]
 PROMISE = Promise(slots=3, context=400, rows=64)
 
+AVX2 = ("haswell", "+sse2,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt")
+"""Processor and features that numba is told to compile for; what is spelled alike shares the code."""
+
 
 class SampleWeights:
     """A sample model's tensors, as a `TensorSource`."""

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine_world import AVX2
 from numba.core import codegen
 
 from cascadia_p2p.engine.kernels.instructions import Instructions, choose
@@ -15,11 +16,10 @@ from cascadia_p2p.engine.kernels.instructions import Instructions, choose
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-_BASE = "+sse2,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt"
 SETS = {
     "host": (None, None, "stages"),
-    "AVX-VNNI": ("alderlake", f"{_BASE},+avxvnni", "products"),
-    "AVX2": ("haswell", _BASE, "stages"),
+    "AVX-VNNI": ("alderlake", f"{AVX2[1]},+avxvnni", "products"),
+    "AVX2": (*AVX2, "stages"),
     "none": ("x86-64", "+sse2", "stages"),
 }
 """Processor and features that numba is told to compile for, and what of `digests` is computed.

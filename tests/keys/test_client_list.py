@@ -197,3 +197,46 @@ def test_what_is_issued_on_the_same_pc_is_read_when_it_changes(tmp_path: Path) -
     assert made.clients.version == 2, "a damaged file changes nothing"
     with pytest.raises(CascadiaError, match="remove it"):
         load_clients(issued, FLEET)
+
+
+def test_a_list_that_can_not_be_read_opens_to_nobody(tmp_path: Path) -> None:
+    issued = tmp_path / "garage.clients.json"
+    made = book(tmp_path, "one", issued=issued)
+    clients = ClientList().issue("alice", POOL[0]).issue("bob", POOL[1]).revoke("bob")
+    made.hear(Clients(digest="0" * 32, sealed=clients.seal(FLEET).decode()))
+    # Written over by another fleet's, cut short, and no file at all.
+    for damage in (ClientList().issue("bob", POOL[1]).seal(KeyPair.new()), clients.seal(FLEET)[:-9], None):
+        issued.unlink(missing_ok=True)
+        (tmp_path / "one.json").unlink(missing_ok=True)
+        if damage is None:
+            issued.mkdir()
+            (tmp_path / "one.json").mkdir()
+        else:
+            issued.write_bytes(damage)
+            (tmp_path / "one.json").write_bytes(damage)
+        made.look()
+        assert [made.admits(Domain.CLIENTS, key) for key in POOL[:2]] == [True, False], (
+            "it knows what it knew"
+        )
+        with structlog.testing.capture_logs() as said:
+            again = book(tmp_path, "one", issued=issued)
+        assert [each["event"] for each in said] == ["client_list_rejected"] * 2
+        assert not any(again.admits(Domain.CLIENTS, key) for key in POOL[:2])
+        assert not any(again.admits(Domain.NODES, key) for key in POOL[:2])
+
+
+def test_a_list_on_the_disk_that_would_be_too_many_is_not_taken(tmp_path: Path) -> None:
+    issued = tmp_path / "garage.clients.json"
+    made = book(tmp_path, "one", issued=issued)
+    made.hear(Clients(digest="0" * 32, sealed=ClientList().issue("alice", POOL[0]).seal(FLEET).decode()))
+    spelled = [f"{index:040d}".encode() for index in range(MAX_CLIENTS)]
+    issued.write_bytes(ClientList({key: ClientEntry("n", key) for key in spelled}).seal(FLEET))
+    with structlog.testing.capture_logs() as said:
+        made.look()
+    assert [each["event"] for each in said] == ["client_list_rejected"]
+    assert made.clients.admitted == {POOL[0]}
+
+
+def test_letters_that_no_seal_has_are_a_wrong_seal() -> None:
+    with pytest.raises(WireError, match="not made with this fleet's key"):
+        ClientList.open('{"clients":[],"mac":"\u00e9"}'.encode(), FLEET)

@@ -12,7 +12,7 @@ import pytest
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node import conductor as conductor_module
-from cascadia_p2p.node.conductor import HeadConductor
+from cascadia_p2p.node.conductor import MOST_SPARED, HeadConductor
 from cascadia_p2p.ring.policy import Policy, StageTime
 from cascadia_p2p.ring.scheduler import Plan, Scheduler, StreamRequest, Update
 from cascadia_p2p.types import Promise, StreamId
@@ -114,6 +114,20 @@ def test_who_lay_at_the_lost_stage_twice_is_given_up_alone() -> None:
     world.conductor.open(3, PROMISE)
     world.drain()
     assert len(world.ids()[3]) == 13
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["spared", "too_often"])
+def test_who_lay_at_a_stage_that_came_back_as_it_was_is_spared_so_often(given_up: bool) -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    for _ in range(MOST_SPARED + 2 * given_up):
+        world.lose(world.plan().number)
+        world.conductor.open(3, PROMISE, survived=True)
+    world.drain()
+    assert (1 in world.errors()) == given_up
+    if not given_up:
+        assert len(world.ids()[1]) == 13
 
 
 def test_a_token_behind_the_rows_clears_a_stream() -> None:

@@ -18,6 +18,7 @@ from cascadia_p2p.node import scrapes
 from cascadia_p2p.node.head import HeadCounts
 from cascadia_p2p.node.meters import BETWEEN_TOKENS_S, HeadMeter, Histogram, RingMeter
 from cascadia_p2p.node.metrics import STATES, HeadMeasures, Measures, MetricsText
+from cascadia_p2p.node.refusals import PortCounts
 from cascadia_p2p.node.scrapes import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsServer
 from cascadia_p2p.node.seat import DataCounters
 from cascadia_p2p.ring.scheduler import PrefixCounts
@@ -45,6 +46,12 @@ def measures(head: HeadMeasures | None = None) -> Measures:
         totals=data.totals(),
         parts={"attention": 0.25},
         messages={"ignored_messages": 5},
+        ports={
+            "control": PortCounts({"foreign": 3, "key": 1}, overfull=2),
+            "metrics": PortCounts(others={"surplus": 4}),
+        },
+        mdns={"malformed": 6},
+        lines_left_out=8,
         head=head,
     )
 
@@ -73,6 +80,12 @@ def test_the_text_is_read_back_with_every_value_and_label() -> None:
     found = parsed(MetricsText(lambda: measures(a_head())).text())
     assert found["cascadia_frames_received_total", ()] == 3
     assert found["cascadia_rows_total", ()] == 50
+    assert found["cascadia_handshakes_failed_total", (("port", "control"), ("reason", "foreign"))] == 3
+    assert found["cascadia_connections_cut_total", (("port", "control"),)] == 2
+    assert found["cascadia_scrapes_refused_total", (("reason", "surplus"),)] == 4
+    assert found["cascadia_mdns_ignored_total", (("reason", "malformed"),)] == 6
+    assert found["cascadia_log_lines_left_out_total", ()] == 8
+    assert found["cascadia_segments_failed_total", (("reason", "position"),)] == 0
     assert found["cascadia_frames_dropped_total", (("reason", "gap"),)] == 7
     assert found["cascadia_data_thread_seconds_total", (("activity", "compute"),)] == 1.5
     assert found["cascadia_stage_seconds_total", (("part", "attention"),)] == 0.25
@@ -118,6 +131,7 @@ def test_names_follow_the_conventions_and_each_has_help_and_type() -> None:
                 "state",
                 "result",
                 "le",
+                "port",
                 "node",
                 "shard",
             }

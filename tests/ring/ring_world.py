@@ -450,7 +450,7 @@ class World:
                 ends.remove(end)
                 node.feed(e.ConnectionLost(peer_id, node.instances[peer_id]))
         self.after(
-            0.1, lambda: self.dial(node, end.dialled) if node.alive and end.dialled in node.wanted else None
+            0.03, lambda: self.dial(node, end.dialled) if node.alive and end.dialled in node.wanted else None
         )
 
     def transmit(self, end: End, message: ControlMessage) -> None:

@@ -54,8 +54,9 @@ def test_exo_09_killed_and_restarted_five_times_the_node_is_there_once() -> None
         victim = world.restart(victim)
         world.run_until(world.is_open, 10)
         assert world.ring() == ["pc1", "pc2", "pc3"]
-        for node in (nodes[0], nodes[2], victim):
-            assert len(node.core.peers) == 2
+        living = (nodes[0], nodes[2], victim)
+        world.run_until(lambda: all(len(node.core.peers) == 2 for node in living), 2)  # noqa: B023
+        for node in living:
             status = node.machine.snapshot(world.now)
             assert len({entry["node"] for entry in status["nodes"]}) == len(status["nodes"]) == 3
 
@@ -165,12 +166,30 @@ def test_a_closed_connection_pauses_at_once_and_a_redial_resumes() -> None:
     assert nodes[0].core.counter == 1
 
 
-def test_a_connection_refused_to_a_node_that_beats_closes_nothing() -> None:
+def test_a_port_that_refuses_ends_its_node_at_once_and_last_words_do_not_bring_it_back() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    lost = nodes[1]
+    last = [lost.core.beat(), lost.machine.greeting(world.now), lost.core.welcome()]
+    world.kill(lost, silently=True)
+    nodes[0].feed(e.ConnectionLost(lost.profile.node, lost.profile.instance))
+    assert nodes[0].closed == [], "the way may be lost, and the node be there"
+    nodes[0].feed(e.ConnectionRefused(lost.profile.node, lost.profile.instance))
+    assert "refuses connections at 10.0.0.2:7600: its process has ended" in closing(nodes[0]).reason
+    for words in last:
+        nodes[0].feed(e.Heard(words, 1))
+        assert nodes[0].core.peers.get(lost.profile.node) is None
+    world.restart(lost)
+    world.run_until(world.is_open, 10)
+
+
+def test_a_node_that_lives_behind_a_port_that_refuses_is_met_again() -> None:
     world = World(2)
     nodes = open_fleet(world, 3)
     nodes[0].feed(e.ConnectionRefused(nodes[1].profile.node, nodes[1].profile.instance))
-    world.run(3)
-    assert nodes[0].core.counter == 1
+    assert nodes[0].core.seat is None
+    world.run_until(world.is_open, 5)
+    assert nodes[0].core.counter == 2
 
 
 @pytest.mark.parametrize("deaf", ["head", "member"])
@@ -196,6 +215,23 @@ def test_a_long_cut_ends_the_epoch_and_healing_brings_a_new_one() -> None:
     world.heal()
     assert world.run_until(world.is_open, 10) < 7
     assert nodes[0].core.counter > 1
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["cut", "killed"])
+def test_a_ring_says_whether_the_silent_node_has_survived(killed: bool) -> None:
+    world = World(3)
+    nodes = open_fleet(world, 3)
+    if killed:
+        world.kill(nodes[1], silently=True)
+    else:
+        world.isolate([nodes[1]])
+    world.run_until(lambda: bool(nodes[0].closed), 5)
+    world.heal()
+    if killed:
+        world.restart(nodes[1])
+    world.run_until(world.is_open, 10)
+    rings = [action for action in nodes[0].actions if isinstance(action, a.OpenRing)]
+    assert [each.survived for each in rings] == [False, not killed]
 
 
 def test_a_frozen_head_that_wakes_finds_itself_replaced_and_steals_nothing() -> None:

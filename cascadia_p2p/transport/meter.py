@@ -1,0 +1,135 @@
+"""How much of what a connection sent nobody has taken yet: ZeroMQ has no bound for a message of many parts.
+
+It delivers a message when its last part is there and holds the others meanwhile, however many come. What has
+arrived is asked of the system (Linux only), what was taken is counted where it is taken.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from cascadia_p2p.transport.looping import connection_of
+
+PART_BYTES: Final = 80
+"""That a part takes on the wire beside its content, at most, when it is encrypted."""
+
+IDLE_BYTES_S: Final = 1024
+"""Of ZeroMQ's own heartbeats, a second."""
+
+_TCP_INFO: Final = 11
+_RECEIVED_AT: Final = 128
+"""Of tcpi_bytes_received in Linux's struct tcp_info."""
+
+# Combining or looking up names of ZeroMQ's takes longer than the question.
+_SRCFD: Final = int(zmq.SRCFD)
+_SIZE: Final = struct.Struct("=Q")
+
+
+@dataclass(slots=True)
+class _Flow:
+    """One connection: what had come and was taken at the last look, and what waits."""
+
+    came: int
+    at: float
+    taken: int = 0
+    counted: int = 0
+    waiting: float = 0.0
+
+
+class Meter:
+    """Watches the connections of one socket.
+
+    `took` may be called in another thread than the rest.
+
+    Args:
+        limit: bytes of one connection that may wait to be taken.
+        came: bytes that have arrived over the connection with a descriptor; None when that can not be told.
+    """
+
+    def __init__(self, limit: int, came: Callable[[int], int | None] | None = None) -> None:
+        self.limit = limit
+        self.cut = 0
+        """Connections that were ended for what they did not finish."""
+        self._came = came or bytes_came
+        self._flows: dict[int, _Flow] = {}
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    def opened(self, descriptor: int, now: float) -> None:
+        """A connection begins."""
+        came = self._came(descriptor)
+        if came is not None:
+            self._flows[descriptor] = _Flow(came, now)
+
+    def closed(self, descriptor: int) -> None:
+        """A connection has ended."""
+        self._flows.pop(descriptor, None)
+
+    def took(self, descriptor: int | None, size: int, parts: int = 1) -> None:
+        """A message, or a part of one, was taken."""
+        flow = None if descriptor is None else self._flows.get(descriptor)
+        if flow is not None:
+            flow.taken += size + PART_BYTES * parts
+
+    def overfull(self, now: float) -> list[int]:
+        """The connections of which more waits than may."""
+        found = []
+        for descriptor, flow in list(self._flows.items()):
+            came = self._came(descriptor)
+            if came is None:
+                continue
+            taken = flow.taken
+            spent = taken - flow.counted + IDLE_BYTES_S * (now - flow.at)
+            flow.waiting = max(0.0, flow.waiting + came - flow.came - spent)
+            flow.came, flow.counted, flow.at = came, taken, now
+            if flow.waiting > self.limit:
+                found.append(descriptor)
+        return found
+
+
+def source_of(part: zmq.Frame) -> int | None:
+    """The descriptor that a part came over; None for what came from this process.
+
+    The oldest protocol has none either, and noise can look like it.
+    """
+    try:
+        return int(part.get(_SRCFD))
+    except zmq.ZMQError:
+        return None
+
+
+def bytes_came(descriptor: int) -> int | None:
+    """Bytes that have arrived over a TCP connection of this process."""
+    if sys.platform != "linux":
+        return None
+    with connection_of(descriptor) as made:
+        try:
+            info = b"" if made is None else made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+        except OSError:
+            return None
+    return _SIZE.unpack_from(info, _RECEIVED_AT)[0] if len(info) >= _RECEIVED_AT + _SIZE.size else None
+
+
+def hang_up(descriptor: int, ours: Callable[[tuple[str, int]], bool]) -> bool:
+    """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone.
+
+    Args:
+        descriptor: of the connection, or of something else by now.
+        ours: tells by the local address whether it is still that connection.
+    """
+    with connection_of(descriptor) as made:
+        try:
+            if made is None or not ours(made.getsockname()[:2]):
+                return False
+            made.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False
+    return True

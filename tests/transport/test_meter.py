@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from cascadia_p2p.transport.meter import IDLE_BYTES_S, PART_BYTES, Meter
+from cascadia_p2p.transport.ports import LOOK_S, LOOK_SHARE, cut_overfull
+
+LIMIT = 10_000
+
+
+class Arrivals:
+    """What has come over each connection."""
+
+    def __init__(self) -> None:
+        self.came: dict[int, int] = {7: 0, 8: 0}
+
+    def __call__(self, descriptor: int) -> int | None:
+        return self.came.get(descriptor)
+
+
+@pytest.fixture
+def arrivals() -> Arrivals:
+    return Arrivals()
+
+
+@pytest.fixture
+def meter(arrivals: Arrivals) -> Meter:
+    made = Meter(LIMIT, arrivals)
+    made.opened(7, 0.0)
+    made.opened(8, 0.0)
+    return made
+
+
+def test_parts_that_are_never_taken_are_overfull(meter: Meter, arrivals: Arrivals) -> None:
+    arrivals.came[7] = LIMIT
+    assert meter.overfull(0.25) == []
+    arrivals.came[7] += 2 * IDLE_BYTES_S
+    assert meter.overfull(0.5) == [7]
+
+
+def test_a_connection_whose_messages_are_taken_may_send_for_ever(meter: Meter, arrivals: Arrivals) -> None:
+    now = 0.0
+    for _ in range(500):
+        now += 0.25
+        arrivals.came[7] += 5000 + PART_BYTES
+        assert meter.overfull(now) == []
+        meter.took(7, 5000)
+
+
+def test_messages_so_small_that_they_are_mostly_frame_earn_nothing(meter: Meter, arrivals: Arrivals) -> None:
+    """What a part takes on the wire is an upper bound: what it leaves over must not be saved up."""
+    for _ in range(1000):
+        arrivals.came[7] += 3
+        meter.took(7, 1)
+    assert meter.overfull(0.25) == []
+    arrivals.came[7] += LIMIT + IDLE_BYTES_S
+    assert meter.overfull(0.5) == [7]
+
+
+def test_heartbeats_of_an_idle_connection_add_up_to_nothing(meter: Meter, arrivals: Arrivals) -> None:
+    for second in range(50, 100_000, 50):
+        arrivals.came[8] += 50 * 450
+        assert meter.overfull(float(second)) == []
+
+
+def test_a_descriptor_that_is_used_again_begins_anew(meter: Meter, arrivals: Arrivals) -> None:
+    arrivals.came[7] = LIMIT - 1
+    assert meter.overfull(0.0) == []
+    meter.closed(7)
+    meter.took(7, 100)
+    assert len(meter) == 1
+    meter.opened(7, 1.0)
+    arrivals.came[7] += LIMIT
+    assert meter.overfull(1.0) == []
+    # What the system can not tell of is not judged.
+    arrivals.came.clear()
+    assert meter.overfull(2.0) == []
+    meter.opened(9, 2.0)
+    assert len(meter) == 2
+    meter.took(None, 5)
+
+
+def test_a_look_that_takes_long_comes_seldom(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 100.5, 101.0])
+    monkeypatch.setattr("cascadia_p2p.transport.ports.time.monotonic", lambda: next(times))
+    due = cut_overfull(meter, 0.0, {1})
+    assert due == 100.0 + LOOK_SHARE * 0.5 > 100.0 + LOOK_S
+    assert cut_overfull(meter, due, {1}) == due
+    assert meter.cut == 0
