@@ -326,7 +326,7 @@ class RingMachine:
         core.peers.bury(peer.instance, core.now + core.times.echo)
         core.drop(peer, redial=True)
         reason = f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
-        self._on_gone(peer, reason, ended=True)
+        self._on_gone(peer, reason)
 
     def _load(self, event: LoadProgress | ShardLoaded | LoadFailed) -> None:
         core = self._core
