@@ -312,7 +312,7 @@ def _state(node: dict[str, JsonValue]) -> str:
     if state.startswith("loading") and isinstance(progress, float):
         state += f" {progress:.0%}"
         if node.get("stalled"):
-            state += ", does not get on"
+            state += ", stalled"
     return state
 
 

@@ -211,8 +211,9 @@ class JournalWriter:
         ended: list[tuple[int, str, int, float]] = []
         gone, outlet.gone = outlet.gone[: CHUNK // ID_BYTES], outlet.gone[CHUNK // ID_BYTES :]
         room = CHUNK - ID_BYTES * len(gone)
-        while outlet.due and room > 0:
-            number, record = next(iter(outlet.due.items()))
+        waiting = iter(outlet.due.items())
+        outlet.due = {}
+        for number, record in waiting:
             told = outlet.told.get(number)
             if told is None:
                 begun.append(_beginning(record))
@@ -222,10 +223,11 @@ class JournalWriter:
             told, room = _grow(record, told, room, grown)
             outlet.told[number] = told
             if told < len(record.asked.prompt) + len(record.ids):
-                break
-            del outlet.due[number]
-            if record.finish is not None:
+                outlet.due[number] = record
+            elif record.finish is not None:
                 ended.append((number, record.finish.value, record.cached, max(0.0, now - record.since)))
+            if room <= 0:
+                outlet.due.update(waiting)
         outlet.sent += 1
         whole = not outlet.whole_at and not outlet.due
         if whole:

@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from cascadia_p2p.node.kept import ANSWER_IDS, MAX_IDS, AnswerName, Asked, Record
+from cascadia_p2p.node.kept import ANSWER_IDS, KEEP_S, MAX_IDS, AnswerName, Asked, Record
 from cascadia_p2p.ring.streams import Score
 from cascadia_p2p.types import Instance, NodeId, Sampling
 from cascadia_p2p.wire.client import FinishReason
@@ -75,7 +75,7 @@ class JournalCopy:
         self._session = 0
         self._taken = 0
         self._acked = 0
-        self._acked_at = 0.0
+        self._acked_at = self._heard_at = 0.0
         self._unacked_ids = 0
         self._entries: OrderedDict[AnswerName, _Entry] = OrderedDict()
         self._complete: OrderedDict[AnswerName, None] = OrderedDict()
@@ -109,13 +109,19 @@ class JournalCopy:
         if message.session != self._session or message.number != self._taken + 1:
             return None
         self._taken += 1
+        self._heard_at = now
         self._take(message, now)
         self._unacked_ids += sum(len(ids) for _, ids, _ in message.grown)
         due = self._unacked_ids >= ACK_IDS or self._taken - self._acked >= ACK_MESSAGES
         return self._ack(now) if due else None
 
     def due(self, now: float) -> JournalAck | None:
-        """The acknowledgement that is due by time; to be called again and again."""
+        """The acknowledgement that is due by time; to be called again and again.
+
+        A head that tells nothing for `KEEP_S` makes no answers, and what it told is too old to be asked for.
+        """
+        if self._head is not None and now - self._heard_at > KEEP_S:
+            self.take_over()
         if self._taken == self._acked or now - self._acked_at < ACK_S:
             return None
         return self._ack(now)

@@ -20,7 +20,7 @@ import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p import __version__
-from cascadia_p2p.config import Config
+from cascadia_p2p.config import Config, Limits
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
 from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
@@ -82,17 +82,10 @@ class Node:
         self._places = places
         self._identity: Identity = places.identity
         self._model = places.model
-        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Ending] = self._loop.create_future()
         self._started = time.monotonic()
-        limits = config.limits
-        self._times = Times(
-            beat=limits.heartbeat_s,
-            suspect=limits.suspect_s,
-            gone=limits.gone_s,
-            stuck=limits.stuck_s,
-            settle=limits.settle_s,
-        )
+        self._times = _times(config.limits)
         self._profile = profile = places.profile(config)
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
@@ -325,7 +318,11 @@ class Node:
     def _keep_journal(self) -> None:
         """Look after the standbys of this head, and after what this standby has taken."""
         if self._head is not None:
-            self._head.follow(self._machine.standbys)
+            standbys = self._machine.standbys
+            for standby in standbys:
+                # What comes to a node over a connection of its own is lost where that ends before it is read.
+                self._plane.dial(standby.intro.control)
+            self._head.follow([(standby.node, standby.instance) for standby in standbys])
         elif (ack := self._journal_copy.due(self._loop.time())) is not None:
             self._acknowledge(ack)
 
@@ -577,3 +574,13 @@ class Node:
         await self._worker.stop()
         self._refusals.close()
         await self._plane.close()
+
+
+def _times(limits: Limits) -> Times:
+    return Times(
+        beat=limits.heartbeat_s,
+        suspect=limits.suspect_s,
+        gone=limits.gone_s,
+        stuck=limits.stuck_s,
+        settle=limits.settle_s,
+    )

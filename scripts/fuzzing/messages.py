@@ -46,6 +46,17 @@ def control_messages() -> list[m.ControlMessage]:
         m.StatusQuery(),
         m.StatusReport(**WHO, body={"ring": None, "nodes": [1, {"a": "b"}]}),
         m.Clients(**WHO, digest="f" * 32, sealed='{"clients":[],"mac":"00"}'),
+        m.Journal(
+            **WHO,
+            session=2,
+            number=1,
+            gone=(1,),
+            begun=(m.Begun(number=7, key="0f" * 16, prompt=2, max_tokens=9, stop=("END",), logprobs=1),),
+            grown=((7, (5, 6, 8), ((-0.5, ((8, -0.5),)),)),),
+            ended=((7, m.FinishReason.STOP, 0, 1.5),),
+            whole=True,
+        ),
+        m.JournalAck(**WHO, session=2, number=1),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import re
@@ -17,6 +18,7 @@ import pytest
 from cli.conftest import Run
 from cluster.conftest import Shards
 from cluster.standing import StandingRing, standing_ring
+from doctor.doctor_world import speaking_node
 from fixtures.reference import load_case
 
 from cascadia_p2p import __version__
@@ -265,6 +267,21 @@ def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, 
 
 
 # --- the parser ---------------------------------------------------------------------------------------------
+
+
+def test_rpc_07_status_says_that_loading_does_not_get_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    node = {"node": "ab" * 8, "host": "desk-3", "shard": 2, "claim": "loading", "progress": 0.4}
+
+    async def shown(stalled: bool) -> str:
+        body: Any = {"fleet": "f", "model": "m", "state": "looking", "nodes": [node | {"stalled": stalled}]}
+        async with speaking_node(body) as endpoint:
+            done = await asyncio.to_thread(run, "status", "--peer", endpoint)
+        assert done.code == 0
+        return str(done.out)
+
+    assert "loading 40%, stalled" in asyncio.run(shown(True))
+    assert "loading 40%  " in asyncio.run(shown(False))
 
 
 def test_help_of_every_command_names_its_flags(run: Run) -> None:

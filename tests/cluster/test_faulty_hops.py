@@ -1,4 +1,4 @@
-"""PRI-08 on real nodes: one data frame is lost, repeated or late; it is refused in words, no token is wrong."""
+"""PRI-08 on real nodes: a data frame is lost, repeated or late; it is refused in words, no token is wrong."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from cascadia_p2p.types import Endpoint
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
-START_S = PATIENCE_S = 60.0
+START_S = 180.0
+PATIENCE_S = 60.0
 CROWD = 1000
 MORE_MB = 300.0
 MORE_LINES = 60

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,17 +26,19 @@ from fixtures.reference import load_case
 from cascadia_p2p.client import AsyncClient, Client
 from cascadia_p2p.errors import CascadiaError, UnreachableError
 from cascadia_p2p.local import HOST, LocalNode, LocalRing, free_ports
+from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.types import Endpoint
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
-SHARDS = 3
-PATIENCE_S = 40.0
+SPLIT = (3, 3, 3, 3)
+SHARDS = len(SPLIT)
+PATIENCE_S = 90.0
 
 
 @dataclass
 class Local:
-    """Three processes, one a shard; each can be killed and started again at its ports."""
+    """Four processes, one a shard; each can be killed and started again at its ports."""
 
     ring: LocalRing
     client: Endpoint
@@ -56,7 +60,7 @@ class Local:
         return killed
 
     def open(self) -> None:
-        """Wait until all three say that the ring is open."""
+        """Wait until all say that the ring is open."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             status = self.status()
@@ -91,7 +95,7 @@ def processes(shards: Shards, tmp_path_factory: pytest.TempPathFactory) -> Itera
     state = tmp_path_factory.mktemp("losses")
     flags = ("--threads", "1", "--slots", "4", "--context", "4096")
     with (
-        LocalRing(shards(CASE, (4, 4, 4)), state, flags=flags) as ring,
+        LocalRing(shards(CASE, SPLIT), state, flags=flags) as ring,
         pytest.MonkeyPatch.context() as elsewhere,
     ):
         if UNWRITABLE.exists():
@@ -353,8 +357,9 @@ def loaded(local: Local, node: LocalNode) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are not asked to end by signals here")
-def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: list[int]) -> None:
+@contextlib.contextmanager
+def load(local: Local, undisturbed: list[int]) -> Iterator[None]:
+    """Three readers that ask again and again while the block runs; all that they read must be right."""
     over = threading.Event()
 
     def ask() -> list[list[int]]:
@@ -372,18 +377,97 @@ def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: l
     with ThreadPoolExecutor(3) as pool:
         asking = [pool.submit(ask) for _ in range(3)]
         try:
-            for shard in (2, 1, 0):
-                busy(local, 3)
-                process = local.current[shard].process
-                process.send_signal(signal.SIGINT)
-                assert process.wait(PATIENCE_S) == 130
-                local.start(shard)
-                local.open()
+            busy(local, 3)
+            yield
         finally:
             over.set()
         answers = [answer for each in asking for answer in each.result(90)]
     assert len(answers) >= 6
     assert all(answer == undisturbed for answer in answers)
+
+
+def interrupt(node: LocalNode) -> None:
+    """Ctrl-C, until the process has ended."""
+    node.process.send_signal(signal.SIGINT)
+    assert node.process.wait(PATIENCE_S) == 130
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are not asked to end by signals here")
+def test_a_rolling_restart_under_load_loses_nothing(local: Local, undisturbed: list[int]) -> None:
+    with load(local, undisturbed):
+        for shard in reversed(range(SHARDS)):
+            busy(local, 3)
+            interrupt(local.current[shard])
+            local.start(shard)
+            local.open()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="processes are not asked to end by signals here")
+def test_a_rolling_restart_with_a_standby_loses_nothing_and_waits_for_nobody(
+    local: Local, undisturbed: list[int]
+) -> None:
+    """The standby takes over, and who is started in its place is the next one's."""
+    with load(local, undisturbed):
+        for shard in (1, SHARDS - 1):
+            standby = local.ring.start_node("--shard", str(shard))
+            loaded(local, standby)
+            busy(local, 3)
+            interrupt(local.current[shard])
+            local.current[shard] = standby
+            local.open()
+
+
+def test_exo_09_killed_and_started_again_five_times_a_node_is_there_once(local: Local) -> None:
+    """Some runs end before the ring has taken them in, some after."""
+    instances = set()
+    for wait in (False, False, True, False, False):
+        local.kill(1)
+        local.start(1)
+        said(local.current[1], "node_started")
+        if wait:
+            local.open()
+    local.open()
+    for each in local.current.values():
+        status: Any = asyncio.run(ask_node(each.control, PATIENCE_S))
+        assert len(status["nodes"]) == len({node["node"] for node in status["nodes"]}) == SHARDS
+        (node,) = [node for node in status["nodes"] if node["shard"] == 1]
+        assert node["pid"] == local.current[1].process.pid
+        instances.add(node["instance"])
+    assert len(instances) == 1
+    local.right()
+
+
+CLOCK = """
+import datetime, sys, time
+print("this clock is a day off", file=sys.stderr)
+now, now_ns = time.time, time.time_ns
+time.time, time.time_ns = lambda: now() + 86400.0, lambda: now_ns() + 86_400_000_000_000
+"""
+
+
+def test_cas_22_a_node_whose_clock_is_a_day_off_serves_like_any_other(
+    local: Local, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    local.kill(2)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+        local.start(2)
+    local.open()
+    assert "this clock is a day off" in local.current[2].lines
+    local.right()
+    status = local.status()
+    assert status is not None
+    ages = {node["shard"]: node["claim_age_s"] for node in status["nodes"]}
+    assert max(ages.values()) < 3600
+
+
+def said(node: LocalNode, event: str) -> None:
+    """Wait until a node has logged an event."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(f'"event":"{event}"' in line for line in list(node.lines)):
+        assert time.monotonic() < deadline, node.lines
+        time.sleep(0.02)
 
 
 def test_exo_10_whoever_misses_a_node_waits_quietly(local: Local) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -179,6 +180,39 @@ def test_rpc_04_another_build_of_the_same_protocol_joins_with_a_warning(
             versions = {str(node["software"]) for node in head.node.status()["nodes"]}
             assert "9.9.9+build.7" in versions
             assert len(versions) == 2
+
+    run(scenario())
+
+
+def test_a_copied_state_directory_is_told_on_both_consoles_and_nothing_flaps(
+    shards: Shards, tmp_path: Path
+) -> None:
+    """Two living nodes of one id: who came first stays."""
+
+    async def scenario() -> None:
+        model = shards(CASE, (6, 6))
+        async with fleet(tmp_path) as ring:
+            for shard in (0, 1):
+                await ring.start(model, shard=shard)
+            head = await ring.open()
+            original = ring.members[1]
+            state = shutil.copytree(original.places.identity.directory.parent, tmp_path / "copy")
+            copy = await ring.start(model, shard=1, state_dir=state)
+            assert identity(copy) == identity(original)
+            for whose in ("refused the node at", "refused by the node at"):
+                await ring.until(
+                    lambda: any(each.startswith(whose) for each in ring.sentences("refused")),  # noqa: B023
+                    f"a console says '{whose}'",
+                )
+            for sentence in ring.sentences("refused"):
+                assert f"node id {identity(original)} is in use by" in sentence
+                assert "a state directory was copied; give one of them another --state-dir" in sentence
+            await right(head)
+            assert not ring.sentences("peer_replaced")
+            assert head.node.status()["epoch"]["counter"] == 1
+            (tail,) = [node for node in head.node.status()["nodes"] if node["node"] == identity(original)]
+            assert tail["control"] == str(original.control)
+            await copy.stop()
 
     run(scenario())
 

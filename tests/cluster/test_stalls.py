@@ -21,18 +21,19 @@ from cascadia_p2p.local import LocalRing
 CASE = load_case("tiny12")
 STREAMS = 40
 TOKENS = 24
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 STOPPED_S = 3.5
 """A silent node is gone after 2 s."""
 
 
-async def one(client: AsyncClient, prompt: Prompt) -> str:
+async def one(client: AsyncClient, prompt: Prompt, notices: set[str]) -> str:
     """How one request ended; whatever came of its answer must be right."""
     ids: list[int] = []
     try:
         async with client.stream(prompt.ids, max_tokens=TOKENS) as answer:
             async for piece in answer:
                 ids += piece.token_ids
+                notices |= {piece.notice} if piece.notice is not None else set()
                 assert tuple(ids) == prompt.generated[: len(ids)]
     except RequestError as error:
         return "told" if error.code is ErrorCode.RING_INCOMPLETE else str(error)
@@ -42,14 +43,16 @@ async def one(client: AsyncClient, prompt: Prompt) -> str:
     return "finished"
 
 
-async def all_at_once(endpoint: str, prompts: Sequence[Prompt], stopped: asyncio.Event) -> Counter[str]:
+async def all_at_once(
+    endpoint: str, prompts: Sequence[Prompt], stopped: asyncio.Event, notices: set[str]
+) -> Counter[str]:
     """Streams that are asked one after another, again and again, until the stage has stopped and they end."""
     endings: Counter[str] = Counter()
 
     async def visitor(number: int) -> None:
         async with AsyncClient(endpoint, timeout_s=PATIENCE_S) as client:
             while True:
-                ending = await one(client, prompts[number % len(prompts)])
+                ending = await one(client, prompts[number % len(prompts)], notices)
                 endings[ending] += 1
                 if stopped.is_set() or ending != "finished":
                     return
@@ -78,11 +81,13 @@ def test_ring_10_a_stage_that_stops_ends_or_delays_every_stream_and_is_named(
 async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     """Stop one stage for as long as makes it gone."""
     await settled(endpoint)
+    async with AsyncClient(endpoint) as client:
+        name = (await client.status())["stages"][stage]["node"][:8]
     for _ in ring.events(0.01):
         # What was said before is not about this.
         pass
-    stopped = asyncio.Event()
-    crowd = asyncio.create_task(all_at_once(endpoint, CASE.prompts[:3], stopped))
+    stopped, notices = asyncio.Event(), set[str]()
+    crowd = asyncio.create_task(all_at_once(endpoint, CASE.prompts[:3], stopped, notices))
     await asyncio.sleep(0.5)
     process = ring.nodes[stage].process
     process.send_signal(signal.SIGSTOP)
@@ -96,8 +101,17 @@ async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     assert set(endings) <= {"finished", "told", "lost"}
     # The head itself can tell nobody while it is stopped.
     assert stage == 0 or not endings["lost"]
-    said = [event for event in ring.events(0.5) if event.event == "ring_closed"]
-    assert any(event.message for event in said), f"stage {stage} stopped, and nobody said so:\n{ring.tail()}"
+    closed = [event for event in ring.events(0.5) if event.event == "ring_closed" and event.node != stage]
+    if stage:
+        # The head blames it, and so do the clients whose answers paused.
+        said = [event.message for event in closed if event.node == 0]
+        assert any(f"/{name} has not beaten for" in line for line in said), ring.tail()
+        assert any(f"; shard {stage} is missing" in line for line in said), ring.tail()
+        assert any(f"/{name} has not beaten for" in notice for notice in notices), (notices, endings)
+    else:
+        for node in (1, 2):
+            lines = [event.message for event in closed if event.node == node]
+            assert any("the head is lost: " in line and f"/{name} has" in line for line in lines), lines
 
 
 async def settled(endpoint: str) -> None:

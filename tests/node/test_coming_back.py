@@ -152,9 +152,7 @@ def test_what_holds_more_than_the_logprobs_that_are_known_is_refused() -> None:
                 await send(socket, held=[*KNOWN, 7], logprobs=1)
                 error = (await heard(socket))["error"]
                 assert error["code"] == "bad_request"
-                assert (
-                    f"knows logprobs of {len(KNOWN)} of them: begin anew, without 'held'" in error["message"]
-                )
+                assert f"knows logprobs of {len(KNOWN)} of these {len(KNOWN) + 1} ids" in error["message"]
                 assert ring.service.pending == 0
                 assert not ring.streams
                 # Nothing was lost by that.

@@ -723,7 +723,7 @@ def test_pet_01_an_answer_goes_on_behind_what_its_client_has(cut: int) -> None:
     ("fields", "words_of_it"),
     [
         ({"held": [999]}, "field 'held' holds 999: this model's ids are 0 to 279"),
-        ({"held": [1], "logprobs": 1}, "knows logprobs of 0 of them: begin anew"),
+        ({"held": [1], "logprobs": 1}, "knows logprobs of 0 of these 1 ids, so the answer can not go on"),
         ({"key": "abc"}, "field 'key'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -143,13 +144,16 @@ def finite(each: Score) -> Score:
     return Score(each.logprob, tuple((token, max(value, -3.4e38)) for token, value in each.alternatives))
 
 
+FIRST = st.tuples(st.just("grow"), st.just(0), st.just(1))
+ONE = st.tuples(st.just("deliver"), st.just(1))
+LOST = st.tuples(st.just("lose"))
 STEPS = st.one_of(
+    *(FIRST, FIRST, FIRST, ONE, ONE, ONE, LOST, LOST),
     st.tuples(st.just("begin"), st.sampled_from(NAMES), st.integers(1, 30), st.sampled_from([None, 2])),
-    st.tuples(st.just("grow"), st.integers(0, 5), st.lists(st.integers(0, 9), max_size=20)),
+    st.tuples(st.just("grow"), st.integers(0, 5), st.integers(1, 20)),
     st.tuples(st.just("end"), st.integers(0, 5)),
     st.tuples(st.just("drop"), st.integers(0, 5)),
     st.tuples(st.just("deliver"), st.integers(1, 9)),
-    st.tuples(st.just("lose")),
     st.tuples(st.just("taken"), st.booleans()),
     st.tuples(st.just("wait"), st.sampled_from([0.05, 0.3, 4.0])),
 )
@@ -174,8 +178,9 @@ def step(world: World, what: tuple[object, ...]) -> None:
                 return
             record = found[place % len(found)]
             match kind, rest:
-                case "grow", [list(ids)]:
-                    world.grow(record, ids)
+                case "grow", [int(count)]:
+                    # No id twice: one that is left out is seen.
+                    world.grow(record, list(range(len(record.ids), len(record.ids) + count)))
                 case "end", []:
                     world.grow(record, [7], FinishReason.STOP)
                 case "drop", []:
@@ -183,12 +188,12 @@ def step(world: World, what: tuple[object, ...]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(STEPS, max_size=40), st.booleans())
+@given(st.lists(STEPS, min_size=10, max_size=60), st.booleans())
 def test_whatever_is_lost_a_takeover_goes_on_behind_beginnings(
     steps: list[tuple[object, ...]], tight: bool
 ) -> None:
     world = World(max_ids=250 if tight else MAX_IDS)
-    for each in [("wait", 0.05), *steps]:
+    for each in [("begin", NAMES[0], 3, None), ("wait", 0.05), ("deliver", 1), *steps]:
         step(world, each)
     world.right()
 
@@ -279,6 +284,27 @@ def test_what_an_earlier_head_told_goes_when_the_present_one_has_told_all() -> N
     assert [record.ids for record in other.known()] == [[3]]
 
 
+def test_behind_a_message_that_was_lost_nothing_is_taken_until_all_is_told_anew() -> None:
+    world = World()
+    record = world.begin(NAMES[0], asked())
+    world.settle()
+    world.grow(record, [1])
+    world.deliver()
+    for token in (2, 3):
+        world.grow(record, [token])
+    world.deliver(lost=True)
+    world.deliver()
+    assert not world.wire
+    assert [each.ids for each in copy_of(world)] == [[1]]
+    world.settle()
+    assert [each.ids for each in world.known()] == [[1, 2, 3]]
+
+
+def copy_of(world: World) -> list[Record]:
+    """What a takeover would go on with, without one."""
+    return deepcopy(world.copy).take_over()
+
+
 def test_old_messages_of_the_head_do_nothing() -> None:
     world = World()
     record = world.begin(NAMES[0], asked())
@@ -318,3 +344,16 @@ def test_a_taken_over_answer_is_as_old_as_it_was() -> None:
     kept.keep(record, record.since)
     assert kept.find(NAMES[0], asked(), (), 700.0) is record
     assert kept.find(NAMES[0], asked(), (), 701.0) is None
+
+
+def test_what_was_told_long_ago_is_forgotten_and_told_anew_when_it_goes_on() -> None:
+    world = World()
+    record = world.begin(NAMES[0], asked())
+    world.grow(record, [1])
+    world.settle()
+    assert len(world.copy) == 1
+    world.wait(601.0)
+    assert not len(world.copy)
+    world.grow(record, [2])
+    world.settle()
+    assert [each.ids for each in world.known()] == [[1, 2]]

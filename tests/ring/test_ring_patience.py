@@ -129,3 +129,17 @@ def test_cas_22_nodes_whose_clocks_differ_by_days_are_a_ring_like_any_other() ->
     assert world.ring() == ["pc1", "pc9", "pc3"]
     world.kill(nodes[2], silently=True)
     assert world.run_until(lambda: nodes[0].core.seat is None, 5) < TIMES.gone + 0.7
+
+
+def test_exo_14_a_fifth_of_all_messages_lost_for_five_seconds_ends_no_epoch() -> None:
+    world = World(7)
+    nodes = open_fleet(world, 5, 4)
+    epoch, closed = nodes[0].core.seat.epoch, [len(node.closed) for node in nodes]
+    world.loss = 0.2
+    world.run(5)
+    world.loss = 0.0
+    world.run(3)
+    assert world.is_open()
+    assert nodes[0].core.seat.epoch == epoch
+    assert [len(node.closed) for node in nodes] == closed
+    assert not nodes[0].paused

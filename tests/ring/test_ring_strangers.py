@@ -155,6 +155,63 @@ def test_a_copied_state_directory_does_not_evict_the_node_that_serves() -> None:
     assert nodes[0].core.counter == 1
 
 
+def test_a_copy_that_is_met_before_there_is_a_ring_is_told_and_nothing_flaps() -> None:
+    """While both live the first stays; when it has ended the other may take its place."""
+    world = World(1)
+    nodes = fleet(world, 2, 3)
+    world.run(3)
+    copy = world.start(profile(2, 7, shard=2, control=Endpoint("10.0.0.99", 7600)), 0.1)
+    world.run(40)
+    original = nodes[1]
+    assert copy.alive
+    assert original.alive
+    assert nodes[0].core.peers.get(original.profile.node).instance == original.profile.instance
+    for node in (nodes[0], copy):
+        assert "a state directory was copied; give one of them another --state-dir" in node.sentences(
+            "refused"
+        )
+        assert not node.sentences("peer_replaced")
+        assert len([say for say in node.said if say.event == "refused"]) < 20
+    world.kill(original)
+    world.run(5)
+    assert nodes[0].core.peers.get(copy.profile.node).instance == copy.profile.instance
+
+
+def test_who_said_goodbye_is_not_brought_back_by_what_is_still_under_way() -> None:
+    """Its own old messages, an old announcement, the word of a third node."""
+    world = World(1)
+    nodes = open_fleet(world, 3)
+    left, core = nodes[1], nodes[1].core
+    old = [
+        core.greeting(),
+        core.welcome(),
+        core.beat(),
+        State(node=core.node, instance=core.instance, claim=core.claim()),
+    ]
+    gossip = nodes[2].core.greeting()
+    left.feed(e.Leave("Ctrl-C"))
+    world.run(0.2)
+    world.kill(left)
+    for _ in range(3):
+        for message in old:
+            nodes[0].feed(e.Heard(message, 1))
+        nodes[0].feed(e.Heard(gossip, 2))
+        world.dial(nodes[0], left.profile.control)
+        world.run(0.5)
+        assert nodes[0].core.peers.get(left.profile.node) is None
+        assert left.profile.node not in {
+            node["node"] for node in nodes[0].machine.snapshot(world.now)["nodes"]
+        }
+    back = world.restart(left)
+    world.run_until(world.is_open, 10)
+    for message in old:
+        nodes[0].feed(e.Heard(message, 1))
+    assert nodes[0].core.peers.get(left.profile.node).instance == back.profile.instance
+    world.run(3)
+    assert world.is_open()
+    assert nodes[0].core.counter == 2
+
+
 def test_a_node_that_meets_itself_says_nothing() -> None:
     world = World(1)
     (node,) = fleet(world, 1, 3)

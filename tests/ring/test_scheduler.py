@@ -212,6 +212,49 @@ def test_a_start_that_never_left_is_taken_back() -> None:
 # --- what the ring may do wrong -----------------------------------------------------------------------------
 
 
+def first_answer(scheduler: Scheduler, ring: ModelRing) -> tuple[int, np.ndarray]:
+    """Two streams are asked for; the first frame back that brings a token, not yet given to the scheduler."""
+    scheduler.submit(request(1, 3, 5), 0.0)
+    scheduler.submit(request(2, 3, 5), 0.0)
+    while (plan := scheduler.schedule(0.0)) is not None:
+        ring.run(plan)
+    while not len(ring.frames[0][1]):
+        assert not ring.answer(scheduler, 0.0)
+    return ring.frames.popleft()
+
+
+def goes_on_without(scheduler: Scheduler, ring: ModelRing, lost: int) -> None:
+    rest = drain(scheduler, ring)
+    assert {update.stream.id for update in rest} == {1, 2} - {lost}
+    assert all(update.error is None for update in rest)
+    assert_at_rest(scheduler, ring)
+
+
+def test_a_stream_whose_token_a_frame_does_not_bring_back_ends_and_no_other() -> None:
+    scheduler, ring = opened(slots=2, stages=2)
+    number, records = first_answer(scheduler, ring)
+    (lost, *others) = scheduler.on_tokens(number, records[1:], 0.0)[::-1]
+    assert lost.stream.id == int(records["stream"][0])
+    assert lost.error is not None
+    assert f"frame {number} came back without its token" in lost.error.message
+    assert not any(update.terminal for update in others)
+    goes_on_without(scheduler, ring, int(lost.stream.id))
+
+
+@pytest.mark.parametrize(
+    ("token", "logprob"), [(-1, -0.5), (5, np.nan), (5, np.inf)], ids=["negative", "no number", "infinite"]
+)
+def test_an_answer_that_is_no_token_fails_its_stream_only(token: int, logprob: float) -> None:
+    scheduler, ring = opened(slots=2, stages=2)
+    number, records = first_answer(scheduler, ring)
+    records["token"][0], records["logprob"][0] = token, logprob
+    wrong = scheduler.on_tokens(number, records, 0.0)[0]
+    assert wrong.stream.id == int(records["stream"][0])
+    assert wrong.error is not None
+    assert not wrong.tokens
+    goes_on_without(scheduler, ring, int(wrong.stream.id))
+
+
 def test_pri_08_an_answer_for_another_position_fails_its_stream_only() -> None:
     scheduler, ring = opened()
     scheduler.submit(request(1, 3, 4), 0.0)

@@ -190,6 +190,27 @@ def test_stk_01_source_memory_may_be_overwritten_below_and_never_is_above_the_th
     receiver.close()
 
 
+def test_stk_08_sixty_thousand_messages_in_a_tight_loop_all_arrive_in_order(network: Network) -> None:
+    receiver = DataReceiver(network, "127.0.0.1", 0, max_part=MAX_PART)
+    sender = DataSender(network, receiver.endpoint)
+    count = 60_000
+    wrong: list[int] = []
+
+    def take() -> None:
+        for number in range(count):
+            if int.from_bytes(receive(receiver), "little") != number:
+                wrong.append(number)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    for number in range(count):
+        send(sender, number.to_bytes(4, "little"))
+    taker.join()
+    assert wrong == []
+    sender.close()
+    receiver.close()
+
+
 def test_stk_02_small_payloads_are_copied_and_large_ones_are_not(network: Network) -> None:
     """The threshold means what the sender relies on, in this version of pyzmq."""
     assert zmq.COPY_THRESHOLD < COPY_THRESHOLD

@@ -58,7 +58,7 @@ def test_messages_so_small_that_they_are_mostly_frame_earn_nothing(meter: Meter,
 
 
 def test_heartbeats_of_an_idle_connection_add_up_to_nothing(meter: Meter, arrivals: Arrivals) -> None:
-    for second in range(1, 100_000, 50):
+    for second in range(50, 100_000, 50):
         arrivals.came[8] += 50 * 450
         assert meter.overfull(float(second)) == []
 
