@@ -33,7 +33,7 @@ CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
 SPLIT = (3, 3, 3, 3)
 SHARDS = len(SPLIT)
-PATIENCE_S = 40.0
+PATIENCE_S = 90.0
 
 
 @dataclass
