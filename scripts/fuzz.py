@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="for each target (10)")
     parser.add_argument("--target", action="append", help="only this one; may be repeated")
     parser.add_argument("--corpus", type=Path, help="directory to keep what reached something new in")
-    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--json", type=Path, help="file to keep the results in, each target's last")
     parser.add_argument("--list", action="store_true", help="print the targets")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -53,18 +53,24 @@ def main() -> int:
     for name in names:
         results.append(drive(Path(__file__).resolve(), name, args.seconds, args.corpus))
         print(_line(results[-1]), flush=True)
+        if args.json is not None:
+            _keep(args.json, results[-1])
     inputs, faults = sum(each["inputs"] for each in results), sum(len(each["faults"]) for each in results)
     print(f"{inputs} inputs, {faults} faults")
-    summary = {
-        "python": platform.python_version(),
-        "led_by_coverage": has_atheris(),
-        "inputs": inputs,
-        "faults": faults,
-        "targets": results,
-    }
-    if args.json is not None:
-        args.json.write_text(json.dumps(summary, indent=1) + "\n")
     return 1 if faults else 0
+
+
+def _keep(file: Path, result: dict[str, Any]) -> None:
+    """Write a target's result among those of the others that the file has."""
+    kept = json.loads(file.read_text())["targets"] if file.exists() else []
+    targets = [each for each in kept if each["target"] != result["target"]]
+    targets.append(result | {"python": platform.python_version(), "led_by_coverage": has_atheris()})
+    summary = {
+        "inputs": sum(each["inputs"] for each in targets),
+        "faults": sum(len(each["faults"]) for each in targets),
+        "targets": sorted(targets, key=lambda each: str(each["target"])),
+    }
+    file.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def _child(name: str, seconds: float, corpus: Path | None) -> None:

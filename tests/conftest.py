@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c() -> None:
-    """A shell lets what it runs in the background ignore Ctrl-C, and the tests' processes would inherit that."""
+    """A shell lets what runs in the background ignore Ctrl-C, and the tests' processes would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

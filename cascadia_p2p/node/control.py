@@ -158,7 +158,8 @@ class ControlPlane:
         if routes is None or routes.instance != instance:
             routes = self._routes[node] = _Routes(instance)
         if link not in routes.links:
-            routes.links.append(link)
+            # First the way on which nothing that was sent is lost when this process dies: see `Node`.
+            routes.links.insert(0 if link in self._dialled else len(routes.links), link)
 
     def dialled_address(self, link: int) -> Endpoint | None:
         """The address that a link was dialled at; None for one that a peer dialled."""

@@ -390,8 +390,8 @@ class HeadService:
         if asked.logprobs is not None and len(accepted.held) > known:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
-                f"field 'held': this head knows logprobs of {known} of these {len(accepted.held)} ids, so the "
-                "answer can not go on behind them: ask again, without 'held'",
+                f"field 'held': this head knows logprobs of {known} of these {len(accepted.held)} ids, so "
+                "the answer can not go on behind them: ask again, without 'held'",
                 request_id=pending.request.id,
             )
         if found is not None:

@@ -82,8 +82,8 @@ class Node:
         self._places = places
         self._identity: Identity = places.identity
         self._model = places.model
-        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Ending] = self._loop.create_future()
         self._started = time.monotonic()
         self._times = _times(config.limits)
         self._profile = profile = places.profile(config)
@@ -318,7 +318,11 @@ class Node:
     def _keep_journal(self) -> None:
         """Look after the standbys of this head, and after what this standby has taken."""
         if self._head is not None:
-            self._head.follow(self._machine.standbys)
+            standbys = self._machine.standbys
+            for standby in standbys:
+                # What comes to a node over a connection of its own is lost where that ends before it is read.
+                self._plane.dial(standby.intro.control)
+            self._head.follow([(standby.node, standby.instance) for standby in standbys])
         elif (ack := self._journal_copy.due(self._loop.time())) is not None:
             self._acknowledge(ack)
 

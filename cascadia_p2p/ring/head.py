@@ -203,13 +203,13 @@ class Head:
 
     # ------------------------------------------------------------------ loss
 
-    def on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+    def on_gone(self, peer: Peer, reason: str, *, left: bool = False, silent: bool = False) -> None:
         """A peer is gone, or has said goodbye; if it was a member, so is the ring."""
         seat = self._core.seat
         if seat is not None and self.attempt is not None and peer.node in self.attempt.beat_at:
             lost = None if left else peer.node
-            silent = None if left or peer.refused_at is not None else peer
-            self._end(reason, self._shards_of(seat, {peer.node}), lost=lost, silent=silent, at_once=True)
+            shards = self._shards_of(seat, {peer.node})
+            self._end(reason, shards, lost=lost, silent=peer if silent else None, at_once=True)
 
     def leave(self, reason: str) -> None:
         """This node ends; tell the members."""
@@ -446,7 +446,7 @@ class Head:
             reason: a sentence.
             missing: shards that nobody serves now.
             lost: a member that went without a goodbye; what it was computing may be why.
-            silent: the same, when nothing but its silence says that it is gone.
+            silent: the same, when nothing but its silence says that it is gone: it may be heard again as it was.
             at_once: form again without a pause: the cause is gone.
         """
         core, seat, attempt = self._core, self._core.seat, self.attempt

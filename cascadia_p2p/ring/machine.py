@@ -66,7 +66,6 @@ from cascadia_p2p.ring.head import Head
 from cascadia_p2p.ring.meeting import Meeting
 from cascadia_p2p.ring.membership import Peer
 from cascadia_p2p.ring.profile import NodeProfile, Times
-from cascadia_p2p.types import Instance, NodeId
 from cascadia_p2p.wire.messages import (
     Assign,
     Beat,
@@ -159,10 +158,10 @@ class RingMachine:
         return self._core.shard
 
     @property
-    def standbys(self) -> tuple[tuple[NodeId, Instance], ...]:
+    def standbys(self) -> tuple[Peer, ...]:
         """The nodes that have loaded this node's shard too, are in no ring, and stay."""
         return tuple(
-            (peer.node, peer.instance)
+            peer
             for peer in self._core.peers
             if peer.claim.shard == self._core.shard
             and peer.claim.state is ClaimState.LOADED
@@ -326,9 +325,8 @@ class RingMachine:
             return
         core.peers.bury(peer.instance, core.now + core.times.echo)
         core.drop(peer, redial=True)
-        self._on_gone(
-            peer, f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
-        )
+        reason = f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
+        self._on_gone(peer, reason)
 
     def _load(self, event: LoadProgress | ShardLoaded | LoadFailed) -> None:
         core = self._core
@@ -359,7 +357,7 @@ class RingMachine:
         self._assigner.start()
         for peer, reason in core.peers.gone(core.now):
             core.drop(peer, redial=True)
-            self._on_gone(peer, reason)
+            self._on_gone(peer, reason, silent=True)
         if core.heads:
             self._head.tick()
         else:
@@ -411,12 +409,12 @@ class RingMachine:
 
     # ------------------------------------------------------------------ loss and leaving
 
-    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+    def _on_gone(self, peer: Peer, reason: str, *, left: bool = False, silent: bool = False) -> None:
         core = self._core
         core.dirty = True
         core.say("info", "peer_gone", reason, peer=peer.node, peer_instance=peer.instance)
         if core.heads:
-            self._head.on_gone(peer, reason, left=left)
+            self._head.on_gone(peer, reason, left=left, silent=silent)
         else:
             self._follower.on_gone(peer, reason)
 

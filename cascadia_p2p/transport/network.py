@@ -20,7 +20,7 @@ from cascadia_p2p.types import Endpoint
 HANDSHAKE_MS: Final = 3000
 CONNECT_TIMEOUT_MS: Final = 500
 RECONNECT_MS: Final = 20
-"""Until a lost connection is dialled again, at first: a port that refuses then tells that a process has ended."""
+"""Until a lost connection is dialled again, at first: a port that refuses tells that a process has ended."""
 
 RECONNECT_MAX_MS: Final = 1000
 HIGH_WATER: Final = 1000

@@ -62,6 +62,24 @@ def test_messages_go_both_ways() -> None:
     run(scenario)
 
 
+def test_what_was_sent_to_a_port_is_read_after_its_sender_has_ended() -> None:
+    """A head's journal goes this way: the other way, what nobody has looked at ends with the connection."""
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        dialer = ControlDialer(network, server.endpoint)
+        assert await dialer.receive() is Dial.CONNECTED
+        for number in range(20):
+            assert dialer.send(b"%d" % number) is Delivery.SENT
+        dialer.close()
+        await asyncio.sleep(0.2)
+        for number in range(20):
+            assert (await server.receive()).data == b"%d" % number
+        server.close()
+
+    run(scenario)
+
+
 def test_a_closed_port_is_reported_as_refused_and_dialled_on() -> None:
     async def scenario(network: Network) -> None:
         port = free_port()
