@@ -446,7 +446,7 @@ class Head:
             reason: a sentence.
             missing: shards that nobody serves now.
             lost: a member that went without a goodbye; what it was computing may be why.
-            silent: the same, when nothing but its silence says that it is gone: it may be heard again as it was.
+            silent: the same, when nothing but its silence says that it is gone: it may be heard again.
             at_once: form again without a pause: the cause is gone.
         """
         core, seat, attempt = self._core, self._core.seat, self.attempt
