@@ -41,6 +41,12 @@ RETURN_S: Final = 30.0
 
 RETURN_EVERY_S: Final = 0.2
 
+FRUITLESS: Final = 2
+"""Heads that may be lost with a request, one after the other without a token in between."""
+
+HOLD_BACK_S: Final = 0.5
+"""Seconds, and up to three times that, for which a request stands back at the head after a fruitless one."""
+
 RETRY_S: Final = 1.0
 """Pause before a request is repeated where the head names none, in seconds."""
 
@@ -80,9 +86,19 @@ def make_request(
 ) -> GenerateRequest:
     """The request for these options.
 
+    Args:
+        prompt: or None.
+        messages: or None.
+        options: how tokens are chosen and the answer ends.
+        stream: whether the reader wants pieces. Without, it is asked for in pieces all the same, so that what
+            has come is known when the head is lost; not with logprobs, which not every head can take up in
+            their midst.
+
     Raises:
         RequestError: they can not be sent; the sentence says why.
     """
+    scores = options.get("logprobs")
+    stream = stream or scores is None or scores is False
     fields: dict[str, object] = {**options, "stream": stream}
     if isinstance(prompt, str):
         fields["prompt"] = prompt
@@ -181,17 +197,26 @@ class Flow:
 
 
 class Patience:
-    """How often a request that the head has no room for is asked again: as long as its time allows.
+    """How often a request is asked again that the head had no room for, or whose head was lost.
+
+    A request may be what kills its heads. So it is given up when two were lost with it, one after the other,
+    without a token in between; and one whose last head gave it no token stands back at the next, so that
+    those which are in no doubt have their next token before it can do harm.
 
     Args:
         timeout_s: seconds; None for ever.
         retry: False asks once.
+        whole: the time is for the whole answer, not for each piece of it.
     """
 
-    def __init__(self, timeout_s: float | None, *, retry: bool) -> None:
+    def __init__(self, timeout_s: float | None, *, retry: bool, whole: bool) -> None:
+        self.limit_s = timeout_s
+        self._whole = whole
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._retry = retry
         self._lost_at: float | None = None
+        self._asked = False
+        self._fruitless = 0
 
     @property
     def left_s(self) -> float | None:
@@ -212,15 +237,37 @@ class Patience:
             raise error
         return pause
 
-    def heard(self) -> None:
-        """Something came from the head."""
+    @property
+    def reply_s(self) -> float | None:
+        """Seconds that the next reply may take."""
+        return self.left_s if self._whole else self.limit_s
+
+    @property
+    def hold_back_s(self) -> float:
+        """Seconds to wait at a head that was just found before it is asked."""
+        return HOLD_BACK_S * random.uniform(1.0, 3.0) if self._fruitless else 0.0
+
+    def asked(self) -> None:
+        """A head has the request."""
+        self._asked = True
+
+    def heard(self, reply: StreamPiece | GenerateReply | None) -> None:
+        """Something came from the head; None stands for a word of the queue."""
         self._lost_at = None
+        if reply is not None and reply.token_ids:
+            self._asked, self._fruitless = False, 0
 
     def return_s(self, error: UnreachableError) -> float:
-        """Seconds before a lost head is looked for again; raises the error when that has no sense."""
+        """Seconds before a lost head is looked for again; raises an error when that has no sense."""
         now = time.monotonic()
         if isinstance(error, WrongAddressError) and self._retry and (self._end is None or now < self._end):
             return 0.0
+        if self._asked and isinstance(error, HeadLostError):
+            self._asked = False
+            self._fruitless += 1
+            if self._fruitless >= FRUITLESS:
+                text = f"{FRUITLESS} heads were lost while they had this request, which may be the cause"
+                raise RequestError(ErrorCode.INTERNAL, f"{text}: {error}") from None
         if self._lost_at is None and isinstance(error, HeadLostError):
             self._lost_at = now
         hopeless = self._lost_at is None or isinstance(error, LateReplyError | NotAdmittedError)
@@ -244,6 +291,11 @@ def read_answer(data: bytes) -> GenerateReply:
     if not isinstance(reply, GenerateReply):
         raise WireError("the head answered a prompt with something else than an answer")
     return reply
+
+
+def unnumbered(reply: GenerateReply) -> GenerateReply:
+    """The whole answer, for a reader who saw no pieces."""
+    return reply.model_copy(update={"seq": None, "final": None})
 
 
 def read_status(data: bytes) -> dict[str, JsonValue]:

@@ -34,6 +34,7 @@ from cascadia_p2p.asking import (
     make_request,
     read_answer,
     read_status,
+    unnumbered,
 )
 from cascadia_p2p.discovery.lookup import find_head
 from cascadia_p2p.errors import (
@@ -301,8 +302,16 @@ class Client:
         self.close()
 
     def _answer(self, request: GenerateRequest) -> GenerateReply:
-        patience = Patience(self._timeout_s, retry=self._retry)
+        if request.stream:
+            pieces = self._pieces(request, None, whole=True)
+            while True:
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    return unnumbered(end.value)
+        patience = Patience(self._timeout_s, retry=self._retry, whole=True)
         while True:
+            patience.asked()
             try:
                 return read_answer(self._ask(request, patience.left_s))
             except RequestError as error:
@@ -322,9 +331,9 @@ class Client:
             raise
 
     def _pieces(
-        self, request: GenerateRequest, on_queued: Queued | None
+        self, request: GenerateRequest, on_queued: Queued | None, *, whole: bool = False
     ) -> Generator[StreamPiece, None, GenerateReply]:
-        patience = Patience(self._timeout_s, retry=self._retry)
+        patience = Patience(self._timeout_s, retry=self._retry, whole=whole)
         flow = Flow(request, on_queued)
         while True:
             try:
@@ -339,10 +348,14 @@ class Client:
         connection = self._connected()
         self._streaming = True
         try:
+            if hold_back_s := patience.hold_back_s:
+                connection.open()
+                time.sleep(hold_back_s)
             tag = connection.send(encode(flow.request))
+            patience.asked()
             while True:
-                reply = flow.take(connection.receive(tag, self._timeout_s))
-                patience.heard()
+                reply = flow.take(connection.receive(tag, patience.reply_s, patience.limit_s))
+                patience.heard(reply)
                 if isinstance(reply, GenerateReply):
                     return reply
                 if reply is not None:
@@ -441,8 +454,14 @@ class AsyncClient:
         await self.close()
 
     async def _answer(self, request: GenerateRequest) -> GenerateReply:
-        patience, closings = Patience(self._timeout_s, retry=self._retry), self._closings
+        if request.stream:
+            async with contextlib.aclosing(self._pieces(request, None, whole=True)) as replies:
+                async for reply in replies:
+                    if isinstance(reply, GenerateReply):
+                        return unnumbered(reply)
+        patience, closings = Patience(self._timeout_s, retry=self._retry, whole=True), self._closings
         while True:
+            patience.asked()
             try:
                 return read_answer(await self._ask(request, patience.left_s))
             except RequestError as error:
@@ -462,9 +481,9 @@ class AsyncClient:
             return await connection.request(encode(message), timeout_s)
 
     async def _pieces(
-        self, request: GenerateRequest, on_queued: Queued | None
+        self, request: GenerateRequest, on_queued: Queued | None, *, whole: bool = False
     ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
-        patience, closings = Patience(self._timeout_s, retry=self._retry), self._closings
+        patience, closings = Patience(self._timeout_s, retry=self._retry, whole=whole), self._closings
         flow = Flow(request, on_queued)
         while True:
             try:
@@ -482,11 +501,15 @@ class AsyncClient:
         self, flow: Flow, patience: Patience
     ) -> AsyncGenerator[StreamPiece | GenerateReply, None]:
         async with self._through_connection() as connection:
+            if hold_back_s := patience.hold_back_s:
+                await connection.open()
+                await asyncio.sleep(hold_back_s)
             exchange = await connection.exchange(encode(flow.request))
+            patience.asked()
             try:
                 while not flow.over:
-                    reply = flow.take(await exchange.receive(self._timeout_s))
-                    patience.heard()
+                    reply = flow.take(await exchange.receive(patience.reply_s, patience.limit_s))
+                    patience.heard(reply)
                     if reply is not None:
                         yield reply
                         if not flow.over and (word := flow.word()) is not None:

@@ -26,6 +26,9 @@ from cascadia_p2p.types import Endpoint
 HOST: Final = "127.0.0.1"
 LOWEST_PORT: Final = 20000
 HIGHEST_PORT: Final = 32000
+COMMAND: Final = (sys.executable, "-m", "cascadia_p2p")
+"""What runs the command line."""
+
 END_S: Final = 10.0
 """Seconds that a node gets to end by itself."""
 
@@ -56,11 +59,12 @@ class LocalNode:
     port: int
     lines: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
+    host: str = HOST
 
     @property
     def control(self) -> Endpoint:
         """Where its control socket is bound."""
-        return Endpoint(HOST, self.port)
+        return Endpoint(self.host, self.port)
 
 
 class LocalRing:
@@ -90,18 +94,20 @@ class LocalRing:
         self,
         *flags: str,
         port: int | None = None,
-        program: Sequence[str] = (sys.executable, "-m", "cascadia_p2p"),
+        host: str = HOST,
+        program: Sequence[str] = COMMAND,
     ) -> LocalNode:
         """Start one more node; it knows the first one's address beside mDNS.
 
         Args:
             flags: for this node.
             port: its control port; a free one by default.
+            host: its address.
             program: that takes the arguments of `cascadia-p2p`.
         """
         port = self._free_ports() if port is None else port
         command = [*program, "join", "--model", str(self._model)]
-        command += ["--fleet", self.fleet, "--bind", HOST, "--port", str(port), "--client-port", "0"]
+        command += ["--fleet", self.fleet, "--bind", host, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
         if self.nodes:
             command += ["--peer", str(self.nodes[0].control)]
@@ -111,7 +117,7 @@ class LocalRing:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        node = LocalNode(len(self.nodes), process, port)
+        node = LocalNode(len(self.nodes), process, port, host=host)
         node.reader = threading.Thread(target=self._read, args=(node,), daemon=True)
         node.reader.start()
         self.nodes.append(node)

@@ -3,7 +3,9 @@
 When the ring is lost its streams stay, and the next ring takes them up from their first row: what they have
 generated is prefilled with the prompt. A stream whose rows lay at a stage that was lost is suspected of the
 loss. The next token behind these rows clears it, since then they were computed without harm; a second loss
-before that ends it.
+before that ends it. So that it ends alone, a suspect that had no token in the ring that was lost is set apart
+in the next one: it starts when all others have had a token there. Were several suspects with the stage at a
+second loss all the same, all of them are set apart, and go on one after the other.
 """
 
 from __future__ import annotations
@@ -182,7 +184,7 @@ class HeadConductor:
                 self.drop(stream.request.stream, _waited_too_long(waited, queue_s, missing))
 
     def _suspect(self, held: int, reason: str) -> None:
-        """Note whose rows lay at the lost stage; end who was there twice without a token in between."""
+        """Note whose rows lay at the lost stage; end who alone was there twice without a token in between."""
         streams = {stream.request.stream: stream for stream in self._scheduler.streams()}
 
         def stands(stream: StreamId, ids: int) -> bool:
@@ -192,12 +194,17 @@ class HeadConductor:
         self._suspected, self._latest = dict(before), set()
         self._spared = {i: spared for i, spared in self._spared.items() if stands(i, spared[0])}
         guilty: Collection[StreamId] = ()
+        unproven = set(self._scheduler.unproven)
         for _, ids in [each for each in self._in_flight if held <= each[0] < held + SUSPECTED_FRAMES]:
             found = {StreamId(int(each)) for each in ids} & streams.keys()
             guilty = guilty or found & before.keys()
             self._latest |= found - before.keys()
             for stream in found:
                 self._suspected[stream] = len(streams[stream].ids)
+            self._scheduler.set_apart(found & unproven)
+        if len(guilty) > 1:
+            self._scheduler.set_apart(guilty)
+            return
         for stream in guilty:
             text = f"a node was lost twice while it computed this request, which may be the cause: {reason}"
             self.drop(stream, RequestError(ErrorCode.INTERNAL, text))

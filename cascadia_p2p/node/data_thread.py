@@ -451,7 +451,9 @@ class DataThread:
             self._vacate()
 
     def _vacate(self) -> None:
-        """Be in no epoch."""
+        """Be in no epoch, and hold none of its streams: this node may be a standby for a long time now."""
+        if self._seat is not None:
+            self._seat.stage.reset()
         self._seat = None
         self._open = self._broken = False
         self._started, self._expected = 0, 1

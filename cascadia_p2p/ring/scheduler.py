@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -80,6 +80,8 @@ class Scheduler:
         self._block = block
         self._waiting: OrderedDict[StreamId, Stream] = OrderedDict()
         self._running: dict[StreamId, Stream] = {}
+        self._unproven: dict[StreamId, Stream] = {}
+        """Running streams without a token since their start in this ring."""
         self._turns = Turns()
         self._operations = Operations()
         self._ring: _Ring | None = None
@@ -96,12 +98,14 @@ class Scheduler:
         """Start composing frames for a newly opened ring; its stages hold no stream yet.
 
         Streams that were running are put back to the front of the queue, those with the least to prefill
-        first; what they generated stays. Streams that this ring can not hold end, and are returned.
+        first and those that were set apart last; what they generated stays. Streams that this ring can not
+        hold end, and are returned.
         """
-        back = sorted(self._running.values(), key=lambda s: (len(s.ids), s.id))
+        back = sorted(self._running.values(), key=lambda s: (s.apart, len(s.ids), s.id))
         for stream in reversed(back):
             self._put_back(stream)
         self._running.clear()
+        self._unproven.clear()
         self._turns.clear()
         self._operations.clear()
         self._owed, self._mixed, self._shaped = 0.0, 0, None
@@ -176,6 +180,20 @@ class Scheduler:
         self._retire(found, keep=True)
         return Update(found, error=error)
 
+    @property
+    def unproven(self) -> Collection[StreamId]:
+        """Streams that run, or ran until the ring was lost, without a token since they were started in it."""
+        return self._unproven.keys()
+
+    def set_apart(self, streams: Collection[StreamId]) -> None:
+        """Let each of these start in the next ring when all who run there have had a token, and alone.
+
+        If it is what kills nodes it is then with nobody else of whom that could be thought. Its next token
+        ends this.
+        """
+        for stream in self.streams():
+            stream.apart = stream.apart or stream.id in streams
+
     # --- frames -------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> Plan | None:
@@ -249,7 +267,11 @@ class Scheduler:
 
     def _admit(self, ring: _Ring, now: float) -> None:
         while self.admitting and self._waiting and ring.free:
-            stream = self._waiting.popitem(last=False)[1]
+            stream = next(iter(self._waiting.values()))
+            # One that is set apart starts when all have had a token, and until its own nobody else does.
+            if self._unproven and (stream.apart or next(iter(self._unproven.values())).apart):
+                return
+            del self._waiting[stream.id]
             stream.slot, stream.started_frame = ring.free.pop(), ring.number + 1
             if ring.prefixes is not None:
                 self._look_up(ring.prefixes, stream)
@@ -257,7 +279,7 @@ class Scheduler:
                 self._operations.start(stream.request, stream.slot)
             if stream.started_at is None:
                 stream.started_at, stream.reused = now, stream.sent
-            self._running[stream.id] = stream
+            self._running[stream.id] = self._unproven[stream.id] = stream
             self._turns.add_prompt(stream)
 
     def _look_up(self, prefixes: Prefixes, stream: Stream) -> None:
@@ -367,7 +389,8 @@ class Scheduler:
         if not _sound(token, score):
             return self._give_up(stream, f"the ring answered {token} with {score.logprob}, which is no token")
         stream.ids.append(token)
-        stream.awaited = False
+        stream.awaited = stream.apart = False
+        self._unproven.pop(stream.id, None)
         stream.last_token_at = now
         if stream.first_token_at is None:
             stream.first_token_at = now
@@ -427,6 +450,7 @@ class Scheduler:
             keep: what it holds may be kept.
         """
         del self._running[stream.id]
+        self._unproven.pop(stream.id, None)
         self._turns.remove(stream)
         ring = self._ring
         if ring is not None and stream.slot is not None:

@@ -51,6 +51,7 @@ class Stream:
         attach: whether it may start from a kept prefix.
         started_frame: number of the frame that carries its start.
         holding: what it holds of kept prefixes and what shall be kept of it.
+        apart: it may be what kills nodes; its rows go into the ring with those of no other such stream.
     """
 
     request: StreamRequest
@@ -66,6 +67,7 @@ class Stream:
     attach: bool = True
     started_frame: int = 0
     holding: Holding | None = field(default=None, repr=False)
+    apart: bool = False
 
     @property
     def id(self) -> StreamId:

@@ -217,6 +217,18 @@ class ClientConnection:
         """
         return self.receive(self.send(data), timeout_s)
 
+    def open(self) -> None:
+        """Connect, where that was not done.
+
+        Raises:
+            UnreachableError: nobody answers.
+        """
+        try:
+            self._connected()
+        except BaseException:
+            self._drop()
+            raise
+
     def send(self, data: bytes) -> bytes:
         """Send a request that gets several replies; the tag to `receive` them with, until the next `send`.
 
@@ -241,8 +253,13 @@ class ClientConnection:
             with contextlib.suppress(zmq.Again):
                 self._line.dealer.send_multipart([os.urandom(TAG_BYTES), b"", data], zmq.NOBLOCK)
 
-    def receive(self, tag: bytes, timeout_s: float | None = None) -> bytes:
+    def receive(self, tag: bytes, timeout_s: float | None = None, limit_s: float | None = None) -> bytes:
         """The next reply to a request.
+
+        Args:
+            tag: of the request.
+            timeout_s: how long it may take, in seconds; None for ever.
+            limit_s: what that is the rest of; said when it is over.
 
         Raises:
             UnreachableError: the head went away, or the time is over.
@@ -250,7 +267,7 @@ class ClientConnection:
         try:
             if self._line is None:
                 raise _lost(self.endpoint)
-            return self._await_reply(self._line, tag, timeout_s)
+            return self._await_reply(self._line, tag, timeout_s, limit_s)
         except BaseException:
             self._drop()
             raise
@@ -282,7 +299,9 @@ class ClientConnection:
             _await_handshake(self._line, self.endpoint, self._connect_timeout_s, keyed=keyed)
         return self._line
 
-    def _await_reply(self, line: _Line, tag: bytes, timeout_s: float | None) -> bytes:
+    def _await_reply(
+        self, line: _Line, tag: bytes, timeout_s: float | None, limit_s: float | None = None
+    ) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             lost = line.lost()
@@ -294,7 +313,7 @@ class ClientConnection:
             if lost:
                 raise _lost(self.endpoint)
             if not line.wait(deadline):
-                raise _late(self.endpoint, timeout_s or 0.0)
+                raise _late(self.endpoint, limit_s or timeout_s or 0.0)
 
     def _drop(self) -> None:
         with uninterrupted():
@@ -348,6 +367,15 @@ class AsyncClientConnection:
             return await exchange.receive(timeout_s)
         finally:
             exchange.end()
+
+    async def open(self) -> None:
+        """Connect, where that was not done.
+
+        Raises:
+            UnreachableError: nobody answers.
+        """
+        async with self._connecting:
+            await self._connected()
 
     async def exchange(self, data: bytes) -> Exchange:
         """Send a request that gets several replies; to be ended with `Exchange.end`.
@@ -419,8 +447,12 @@ class Exchange:
         self._answered = False
         self._replies = line.send(self._tag, data)
 
-    async def receive(self, timeout_s: float | None = None) -> bytes:
+    async def receive(self, timeout_s: float | None = None, limit_s: float | None = None) -> bytes:
         """The next reply.
+
+        Args:
+            timeout_s: how long it may take, in seconds; None for ever.
+            limit_s: what that is the rest of; said when it is over.
 
         Raises:
             UnreachableError: the head went away, or the time is over.
@@ -429,7 +461,7 @@ class Exchange:
             async with asyncio.timeout(timeout_s):
                 reply = await self._replies.get()
         except TimeoutError:
-            raise _late(self._line.endpoint, timeout_s or 0.0) from None
+            raise _late(self._line.endpoint, limit_s or timeout_s or 0.0) from None
         if reply is None:
             # Every further call finds the same.
             self._replies.put_nowait(None)

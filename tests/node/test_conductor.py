@@ -116,6 +116,40 @@ def test_who_lay_at_the_lost_stage_twice_is_given_up_alone() -> None:
     assert len(world.ids()[3]) == 13
 
 
+@pytest.mark.parametrize(("tokens", "losses"), [(0, 2), (1, 3), (3, 2)])
+def test_a_stream_that_kills_each_node_that_computes_it_ends_alone(tokens: int, losses: int) -> None:
+    """At its prompt, or at a token of its own; others are with it in the frame, new and old ones."""
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    world.answer(world.plan())
+    for stream in (2, 3):
+        world.submit(stream, prompt=2)
+    lost, generated = 0, 0
+    while not world.errors():
+        plan = world.plan()
+        windows = plan.segments[plan.segments["stream"] == 2]
+        if generated >= tokens and len(windows):
+            lost += 1
+            assert lost <= losses
+            world.lose(plan.number)
+            if not world.errors():
+                world.submit(3 + lost)
+            world.conductor.open(3, PROMISE)
+        else:
+            world.answer(plan)
+            generated += len(windows)
+    assert lost == losses
+    assert list(world.errors()) == [2]
+    world.drain()
+    assert list(world.errors()) == [2]
+    assert {stream: len(ids) for stream, ids in world.ids().items() if stream != 2} == {
+        1: 13,
+        3: 12,
+        **{3 + number: 13 for number in range(1, losses)},
+    }
+
+
 @pytest.mark.parametrize("given_up", [False, True], ids=["spared", "too_often"])
 def test_who_lay_at_a_stage_that_came_back_as_it_was_is_spared_so_often(given_up: bool) -> None:
     world = World()

@@ -546,6 +546,8 @@ def test_closing_ends_the_frame_and_the_epoch() -> None:
         thread.close(ring.epoch)
     gate.through.set()
     until(lambda: all(thread.counters.epoch is None for thread in ring.threads))
+    # A node that becomes a standby holds nothing of the streams that went on elsewhere.
+    assert not any(stage.states for stage in ring.stages)
     ring.transport.connect(ring.endpoints[1]).send(one_row(ring.epoch), ROW)
     until(lambda: ring.dropped(Drop.NO_EPOCH) == 1)
     ring.stop()
