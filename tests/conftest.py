@@ -11,11 +11,16 @@ from types import ModuleType
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# How long an example takes is a matter of how busy the machine is.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

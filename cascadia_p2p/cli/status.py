@@ -161,7 +161,7 @@ def _show(body: dict[str, JsonValue]) -> None:
             console.print(_work(node), markup=False, soft_wrap=True)
     for sentence in _ring_words(body):
         console.print(sentence, markup=False, soft_wrap=True)
-    for sentence in (*_refused_words(body), *_journal_words(body)):
+    for sentence in (*_refused_words(body), *journal_words(body)):
         console.print(sentence, markup=False, soft_wrap=True)
     requests = body.get("requests")
     if isinstance(requests, dict):
@@ -191,7 +191,7 @@ def _refused_words(body: dict[str, JsonValue]) -> list[str]:
     return found
 
 
-def _journal_words(body: dict[str, JsonValue]) -> list[str]:
+def journal_words(body: dict[str, JsonValue]) -> list[str]:
     """Who would go on with the head's answers; of a standby, how many it has."""
     journal = body.get("journal")
     if not isinstance(journal, dict):

@@ -23,6 +23,7 @@ from fixtures.reference import load_case
 
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import COMMANDS
+from cascadia_p2p.cli.status import journal_words
 
 CASE = load_case("tiny12-eos")
 STOPPED = CASE.prompts[1]
@@ -393,3 +394,16 @@ def test_a_config_file_and_the_environment_serve_all_commands(
     done = run("status", "--config", file)
     assert done.code == 2
     assert f"file {file}: unknown key 'endpint'; did you mean 'endpoint'?" in done.err
+
+
+def test_status_says_whom_a_head_tells_of_its_answers_and_what_a_standby_knows() -> None:
+    told = {"node": "ab" * 8, "followed": False, "answers": 3, "unread_bytes": 9}
+    nodes = [{"node": "ab" * 8, "host": "pc1"}]
+    head = {"nodes": nodes, "journal": {"told": [told, told | {"followed": True}], "from": None}}
+    assert journal_words(head) == [
+        f"standby pc1/abababab has been told {words} of the 3 answers of this head"
+        for words in ("not yet all", "all")
+    ]
+    standby = {"journal": {"told": [], "from": "cd" * 8, "answers": 4, "complete": 1, "ids": 300}}
+    assert journal_words(standby) == ["this standby has been told 4 answers, 1 complete"]
+    assert journal_words({}) == []
