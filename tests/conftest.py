@@ -23,6 +23,19 @@ settings.register_profile("suite", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("suite")
 
 
+_FIRST = ("engine/test_instruction_sets", "ring/", "planning/", "cluster/", "cli/", "bench/", "engine/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what compiles kernels and, beside it, what needs none; then long files, so that none comes last."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.nodeid.removeprefix("tests/")
+        return next((at for at, each in enumerate(_FIRST) if name.startswith(each)), len(_FIRST))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c() -> None:
     """A shell lets what runs in the background ignore Ctrl-C, and the tests' processes would inherit that."""

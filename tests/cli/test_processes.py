@@ -200,10 +200,9 @@ def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start, moment: str) -> N
     assert gone(nodes)
 
 
-@pytest.mark.parametrize("moment", ["starting 2 nodes", "clients are served"])
-def test_the_nodes_of_a_demo_that_was_killed_end_by_themselves(process: Start, moment: str) -> None:
+def test_the_nodes_of_a_demo_that_was_killed_end_by_themselves(process: Start) -> None:
     demo = process("demo", "--sample", "--nodes", 2)
-    lines(demo, moment)
+    lines(demo, "clients are served")
     until(lambda: len(children(demo)) == 2, "two nodes are started")
     nodes = children(demo)
     demo.kill()

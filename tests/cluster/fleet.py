@@ -99,8 +99,7 @@ class Fleet:
         started = time.monotonic()
         while not condition():
             if time.monotonic() - started > timeout_s:
-                lines = "\n".join(str(line) for line in self.said[-20:])
-                raise AssertionError(f"not within {timeout_s} s: {what}\n{lines}")
+                raise AssertionError(f"not within {timeout_s} s: {what}")
             for member in self.members:
                 if member.task.done() and not member.task.cancelled() and member.task.exception():
                     await member.task
@@ -127,6 +126,11 @@ class Fleet:
         """What was said under an event's name."""
         return [str(line.get("message", "")) for line in self.said if line.get("event") == event]
 
+    def last_words(self) -> list[str]:
+        """What nodes said last, and why those that ended by themselves did."""
+        ended = [member.task for member in self.members if member.task.done() and not member.task.cancelled()]
+        return [*(str(line) for line in self.said[-20:]), *(repr(task.exception()) for task in ended)]
+
     async def stop(self) -> None:
         for member in self.members:
             if not member.task.done():
@@ -148,6 +152,9 @@ async def fleet(root: Path, name: str | None = None) -> AsyncIterator[Fleet]:
     )
     try:
         yield made
+    except Exception as error:
+        error.add_note("\n".join(made.last_words()))
+        raise
     finally:
         await made.stop()
         structlog.reset_defaults()

@@ -102,7 +102,8 @@ def test_a_request_that_kills_the_stage_that_computes_it_ends_alone(shards: Shar
                     # What comes later waits for the node as well.
                     late = await client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
                     assert late.token_ids == whole
-                assert len(loop.started) == 3
+                    # Where it lay there with another, a third loss decides.
+                    assert 3 <= len(loop.started) <= 4
 
     asyncio.run(asyncio.wait_for(scenario(), 100))
 
