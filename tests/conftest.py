@@ -27,7 +27,7 @@ _FIRST = ("engine/test_instruction_sets", "ring/", "planning/", "cluster/", "cli
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what compiles kernels and, beside it, what needs none; then long files, so that none comes last."""
+    """First what compiles kernels and, beside it, what needs none; then the long files."""
 
     def place(item: pytest.Item) -> int:
         name = item.nodeid.removeprefix("tests/")
