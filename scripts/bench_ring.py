@@ -267,7 +267,8 @@ def run_real(fleet: Fleet, nodes: int, turns: int) -> Run:
         for pipe in fleet.pipes[: nodes - 1]:
             pipe.send("stop")
         called, *_ = [pipe.recv() for pipe in fleet.pipes[: nodes - 1]]
-    hops = [there - here for here, there in zip(stage.returned, called, strict=True)]
+    # The frame that releases the slot may still be on its way.
+    hops = [there - here for here, there in zip(stage.returned, called, strict=False)]
     return Run([after - before for before, after in itertools.pairwise(times)], hops)
 
 

@@ -19,12 +19,13 @@ ROOT = HERE.parents[1]
 SETS = {
     "host": (None, None, "stages"),
     "AVX-VNNI": ("alderlake", f"{AVX2[1]},+avxvnni", "products"),
-    "AVX2": (*AVX2, "stages"),
+    "AVX2": (*AVX2, "products"),
     "none": ("x86-64", "+sse2", "stages"),
 }
 """Processor and features that numba is told to compile for, and what of `digests` is computed.
 
-Stages beside products take thrice the time to compile; what they add knows only whether registers are wide.
+Stages beside products take thrice the time to compile. What they add knows only whether registers are wide, and
+that is attention, which `test_long_attention` compares.
 """
 
 _SECONDS = 400
