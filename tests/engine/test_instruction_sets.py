@@ -24,8 +24,8 @@ SETS = {
 }
 """Processor and features that numba is told to compile for, and what of `digests` is computed.
 
-Stages beside products take thrice the time to compile. What they add knows only whether registers are wide, and
-that is attention, which `test_long_attention` compares.
+Stages beside products take thrice the time to compile. What they add knows only whether registers are wide,
+which is attention, and `test_long_attention` compares it.
 """
 
 _SECONDS = 400
