@@ -105,12 +105,16 @@ class LoopSocket:
         # To ask costs a tenth of the exception by which an empty socket answers a receive.
         if not self._ready() & _POLLIN:
             return None
-        part = self.zmq.recv(zmq.NOBLOCK, copy=False)
-        parts = [part]
-        while part.more:
+        try:
             part = self.zmq.recv(zmq.NOBLOCK, copy=False)
-            if len(parts) <= max_parts:
-                parts.append(part)
+            parts = [part]
+            while part.more:
+                part = self.zmq.recv(zmq.NOBLOCK, copy=False)
+                if len(parts) <= max_parts:
+                    parts.append(part)
+        except zmq.Again:
+            # With its connection goes a message that nobody has read: between the question and this, too.
+            return None
         return parts
 
     def writable(self) -> bool:

@@ -10,7 +10,7 @@ import zmq
 
 from cascadia_p2p.errors import PortError
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, knock
-from cascadia_p2p.transport.looping import Delivery, SocketClosedError
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Signal, SocketClosedError
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
@@ -40,6 +40,18 @@ def free_port() -> int:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         return int(unused.getsockname()[1])
+
+
+def test_a_message_that_went_with_its_connection_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket has said that there is one; a receive finds that there is not."""
+
+    async def scenario(network: Network) -> None:
+        made = LoopSocket(network.socket(zmq.DEALER, linger_ms=0, max_part=1 << 10), Signal())
+        monkeypatch.setattr(LoopSocket, "_ready", lambda _: int(zmq.POLLIN))
+        assert made.take() is None
+        made.close(0)
+
+    run(scenario)
 
 
 def test_messages_go_both_ways() -> None:
