@@ -186,10 +186,9 @@ def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> 
     assert free(ports)
 
 
-@pytest.mark.parametrize("moment", ["starting 2 nodes", "asking"])
-def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start, moment: str) -> None:
+def test_ctrl_c_in_the_demo_ends_all_its_nodes(process: Start) -> None:
     demo = process("demo", "--sample", "--nodes", 2, "--max-tokens", 2000)
-    lines(demo, moment)
+    lines(demo, "asking")
     until(lambda: len(children(demo)) == 2, "two nodes are started")
     nodes = children(demo)
     demo.send_signal(signal.SIGINT)
