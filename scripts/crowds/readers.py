@@ -248,6 +248,7 @@ class _Bare:
         finally:
             if monitor is not None:
                 socket.disable_monitor()
+                monitor.close(0)
             socket.close(0)
 
     async def _hear(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
