@@ -280,8 +280,10 @@ def test_what_a_lying_member_sends_is_refused_and_named(
         assert refused.value.code is ErrorCode.INTERNAL
     finally:
         ring.lies[liar - 1].unlink()
-    if counter:
-        assert ring.count("data_thread", "failed", counter) > before
+    deadline = time.monotonic() + PATIENCE_S
+    while counter and ring.count("data_thread", "failed", counter) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("lie", "counter"), [("rows", "payload"), ("future", "gap")])

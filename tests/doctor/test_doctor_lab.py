@@ -81,7 +81,8 @@ def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
     hosts.lab.run(0, narrow.split())
     slow = hosts.examine(0, flags=flags)[0]["peer"]
     assert slow["level"] == "warn"
-    assert "slower than a gigabit" in str(slow["advice"])
+    # Of a machine that is busy the delay is said first.
+    assert any(words in str(slow["advice"]) for words in ("slower than a gigabit", "a hop costs every token"))
     assert slow["facts"]["bytes_s"] == pytest.approx(50e6 / 8, rel=0.3)  # type: ignore[index]
 
 
