@@ -120,15 +120,15 @@ def test_a_standby_that_holds_less_than_is_in_use_does_not_take_over(
             small = await ring.start(model, shard=1, **settings)
             await ring.until(lambda: small.state == "standby", "a standby")
             # Enough that some still run when the node has ended.
-            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(8)]
+            asked = [ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(16)]
             waiting = [asyncio.create_task(each) for each in asked]
-            await ring.until(lambda: head.node.status()["requests"]["pending"] == 8, "some run")
+            await ring.until(lambda: head.node.status()["requests"]["pending"] == 16, "some run")
             await die(holder)
             await ring.until(lambda: head.node.status()["missing"] == [1], "the loss is noticed")
             await asyncio.sleep(0.5)
             assert "are in use" in str(head.node.status()["waiting_for"])
             await ring.start(model, shard=1)
-            assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 8
+            assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 16
 
     run(scenario())
 
