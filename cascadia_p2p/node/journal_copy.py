@@ -8,7 +8,7 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from cascadia_p2p.node.kept import ANSWER_IDS, KEEP_S, MAX_IDS, AnswerName, Asked, Record
+from cascadia_p2p.node.kept import KEEP_S, MAX_IDS, AnswerName, Asked, Record, weight_of
 from cascadia_p2p.ring.streams import Score
 from cascadia_p2p.types import Instance, NodeId, Sampling
 from cascadia_p2p.wire.client import FinishReason
@@ -43,8 +43,7 @@ class _Entry:
 
     @property
     def weight(self) -> int:
-        each = 0 if self.begun.logprobs is None else 2 + 2 * self.begun.logprobs
-        return ANSWER_IDS + len(self.ids) + each * len(self.scores)
+        return weight_of(len(self.ids), len(self.scores), self.begun.logprobs)
 
     def record(self, number: int) -> Record:
         begun = self.begun

@@ -19,6 +19,11 @@ ANSWER_IDS: Final = 64
 """An answer takes the memory of so many ids besides its own."""
 
 
+def weight_of(ids: int, scores: int, logprobs: int | None) -> int:
+    """The memory that an answer takes, in ids: its prompt's and its own, and scores with alternatives."""
+    return ANSWER_IDS + ids + (0 if logprobs is None else (2 + 2 * logprobs) * scores)
+
+
 class AnswerName(NamedTuple):
     """What an answer is found by: who asked, and the key of the request.
 
@@ -83,8 +88,8 @@ class Record:
     @property
     def weight(self) -> int:
         """The memory that it takes, in ids."""
-        each = 0 if self.asked.logprobs is None else 2 + 2 * self.asked.logprobs
-        return ANSWER_IDS + len(self.asked.prompt) + len(self.ids) + each * len(self.scores)
+        asked = self.asked
+        return weight_of(len(asked.prompt) + len(self.ids), len(self.scores), asked.logprobs)
 
 
 class KeptAnswers:
