@@ -159,7 +159,7 @@ class Discovery:
         return self._pending.pop(next(iter(self._pending)))
 
     def dropped(self) -> dict[str, int]:
-        """Announcements that were of no use, by reason, since mDNS was opened; empty without it."""
+        """Announcements of no use and packets not read, by reason, since mDNS was opened; empty without."""
         if self._mdns is None:
             return {}
         seen, traffic = self._mdns.sightings, self._mdns.traffic
@@ -169,6 +169,7 @@ class Discovery:
             "malformed": seen.malformed,
             "forgotten": seen.forgotten,
             "damaged": traffic.damaged,
+            "flooded": traffic.flooded,
             "unresolved": traffic.dropped,
         }
 

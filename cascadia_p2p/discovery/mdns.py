@@ -149,16 +149,6 @@ class Mdns:
         """The nodes of this fleet heard since the sockets were opened."""
         return list(self._known.values())
 
-    def report(self) -> dict[str, int]:
-        """Counts for `status`: packets from other machines, those not read, announcements not taken."""
-        return {
-            "packets": self.traffic.others,
-            "flooded": self.traffic.flooded,
-            "damaged": self.traffic.damaged,
-            "malformed": self.sightings.malformed,
-            "forgotten": self.sightings.forgotten,
-        }
-
     async def _run(self) -> None:
         wait = _FIRST_RETRY
         while True:

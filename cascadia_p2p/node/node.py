@@ -191,8 +191,6 @@ class Node:
         body["mdns"] = {**self._discovery.dropped()}
         body["protocol"] = PROTOCOL
         body["door"] = self._places.door.report() | {"turned_away": self._plane.strangers}
-        if self._discovery.mdns is not None:
-            body["mdns"] = {**self._discovery.mdns.report()}
         body["uptime_s"] = round(time.monotonic() - self._started, 3)
         body["cpu_s"] = round(time.process_time(), 6)
         body["data_thread"] = self._worker.report()
