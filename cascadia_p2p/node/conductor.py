@@ -195,6 +195,9 @@ class HeadConductor:
         self._spared = {i: spared for i, spared in self._spared.items() if stands(i, spared[0])}
         guilty: Collection[StreamId] = ()
         unproven = set(self._scheduler.unproven)
+        if self._in_flight:
+            # The successor's last beat may be older than the last answer.
+            held = max(held, self._in_flight[0][0])
         for _, ids in [each for each in self._in_flight if held <= each[0] < held + SUSPECTED_FRAMES]:
             found = {StreamId(int(each)) for each in ids} & streams.keys()
             guilty = guilty or found & before.keys()

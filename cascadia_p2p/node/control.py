@@ -19,7 +19,7 @@ import structlog
 from cascadia_p2p.errors import WireError
 from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard, Undecodable
-from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, Stranger
+from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, Stranger, knock
 from cascadia_p2p.transport.looping import Delivery, SocketClosedError
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Instance, NodeId
@@ -369,12 +369,23 @@ class ControlPlane:
             if owner is not None and happened is Dial.DISCONNECTED:
                 self._emit(ConnectionLost(*owner))
             elif owner is not None and happened is Dial.REFUSED and not self._reaches(owner[0]):
-                self._emit(ConnectionRefused(*owner))
+                await self._tell_refused(dialled.endpoint, *owner)
             if not dialer.connected and not dialled.lasting:
                 if happened is Dial.DISCONNECTED:
                     dialled.idle_since = loop.time()
                 if loop.time() - dialled.idle_since > FORGET_AFTER_S:
                     return False
+
+    async def _tell_refused(self, endpoint: Endpoint, node: NodeId, instance: Instance) -> None:
+        """Nobody listens any more where this instance did, nor a later one that has dialled this node."""
+        routes = self._routes.get(node)
+        if routes is None or routes.instance == instance:
+            self._emit(ConnectionRefused(node, instance))
+            return
+        # The later one listens before it dials. So the port is asked once more: it may have refused before.
+        refused = await knock(endpoint) is Dial.REFUSED
+        if refused and self._routes.get(node) is routes and not self._reaches(node):
+            self._emit(ConnectionRefused(node, routes.instance, endpoint))
 
 
 def _who(owner: tuple[NodeId, Instance] | None, host: str) -> str:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from cascadia_p2p.errors import CascadiaError
 from cascadia_p2p.ring.stagetime import Pace
-from cascadia_p2p.types import Epoch, Instance, NodeId
+from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, OtherVersion
 
 
@@ -48,10 +48,17 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionRefused:
-    """The connection to a node closed, none other is up, and its port refuses: nobody listens there."""
+    """The connection to a node closed, none other is up, and its port refuses: nobody listens there.
+
+    Args:
+        node: the node.
+        instance: of it.
+        former: where this node has dialled an earlier instance of it and not yet this one; else None.
+    """
 
     node: NodeId
     instance: Instance
+    former: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

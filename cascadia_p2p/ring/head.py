@@ -78,6 +78,8 @@ class Head:
             return True
         if core.seat is not None or core.shard != 0 or core.state is not ClaimState.LOADED:
             return False
+        if self._others_have_a_head():
+            return False
         rivals = [
             peer
             for peer in core.peers
@@ -85,6 +87,15 @@ class Head:
         ]
         claims = [core.own_holder(), *(core.holder(peer) for peer in rivals)]
         return ranked(claims, core.times.claim_tolerance)[0].node == core.node
+
+    def _others_have_a_head(self) -> bool:
+        """Whether somebody is in the ring of a head that this node has yet to meet."""
+        core = self._core
+        met = {core.instance, *(peer.instance for peer in core.peers)}
+        return any(
+            peer.ring is not None and peer.ring.head not in met and not core.peers.is_suspect(peer, core.now)
+            for peer in core.peers
+        )
 
     def _serve_clients(self, candidate: bool) -> None:
         core = self._core

@@ -319,10 +319,15 @@ class RingMachine:
         peer = core.peers.get(event.node, event.instance)
         if peer is None:
             return
-        core.dirty = True
         if isinstance(event, ConnectionLost):
-            peer.lost_at = core.now
+            core.dirty, peer.lost_at = True, core.now
+            if core.heads and core.seat is not None:
+                # Their answers tell what the stage that may be lost has passed on.
+                core.act(Broadcast(tuple(member.node for member in core.seat.others), core.beat()))
             return
+        if event.former not in (None, peer.intro.control):
+            return
+        core.dirty = True
         core.peers.bury(peer.instance, core.now + core.times.echo)
         core.drop(peer, redial=True)
         reason = f"{peer.label} refuses connections at {peer.intro.control}: its process has ended"
@@ -382,7 +387,7 @@ class RingMachine:
         """
         core, seat = self._core, self._core.seat
         beat = core.times.beat
-        if seat is None or core.now < self._beat_at - (beat if answering else 0.0):
+        if seat is None or core.now < self._beat_at - (1.4 * beat if answering else 0.0):
             return
         self._beat_at = max(self._beat_at + beat, core.now + beat / 2)
         if answering:

@@ -138,7 +138,9 @@ def test_a_request_that_kills_the_heads_ends_alone_behind_the_second(
                     assert "2 heads were lost while they had this request" in error.message
                     assert await asyncio.gather(*readers) == [asked.token_ids] * 3
                 # Both heads were lost once, and neither again.
-                assert [len(loop.started) for loop in loops] == [2, 2]
+                while (starts := [len(loop.started) for loop in loops]) != [2, 2]:
+                    assert max(starts) <= 2
+                    await asyncio.sleep(0.05)
                 assert not tail.task.done()
 
     asyncio.run(asyncio.wait_for(scenario(), 100))

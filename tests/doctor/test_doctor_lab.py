@@ -69,9 +69,12 @@ def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
     peer = f"{hosts.lab.ip(1)}:7600"
     flags = ("--fleet", "lab", "--peer", peer)
     deadline = time.monotonic() + 40
-    while "1 of 1 shards" not in str(
-        (found := hosts.examine(0, flags=flags)[0]).get("fleet", {}).get("message")
-    ):
+    while True:
+        found = hosts.examine(0, flags=flags)[0]
+        open_now = "1 of 1 shards" in str(found.get("fleet", {}).get("message"))
+        # A machine that is busy answers late, and is told so.
+        if open_now and found["peer"]["facts"]["rtt_s"] < 5e-3:  # type: ignore[index,operator]
+            break
         assert time.monotonic() < deadline, found
     assert node.poll() is None
     assert found["multicast"]["facts"]["hosts"] == [hosts.lab.ip(1)]  # type: ignore[index]

@@ -190,6 +190,19 @@ def test_only_frames_that_the_stage_had_not_passed_on_count(held: int, guilty: b
     assert (1 in world.errors()) is guilty
 
 
+def test_a_beat_that_is_older_than_the_answers_hides_nobody() -> None:
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.submit(1)
+    for answered in (5, 0):
+        for _ in range(answered):
+            world.answer(world.plan())
+        world.plan()
+        world.lose(1)
+        world.conductor.open(3, PROMISE)
+    assert list(world.errors()) == [1]
+
+
 def test_a_stream_that_fits_no_longer_ends_as_one_of_full_length() -> None:
     world = World()
     world.conductor.open(3, PROMISE)

@@ -105,8 +105,9 @@ def test_a_held_shard_makes_the_newcomer_its_standby() -> None:
     assert newcomer.core.state == "loaded"
 
 
-def test_a_lower_id_never_evicts_a_loaded_node_and_a_second_head_stands_by() -> None:
-    world = World(1)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_lower_id_never_evicts_a_loaded_node_and_a_second_head_stands_by(seed: int) -> None:
+    world = World(seed)
     for index, shard in [(5, 0), (6, 1), (7, 2)]:
         world.start(profile(index, shard=shard), 0.1)
     world.run_until(world.is_open, 5)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from ring_world import TIMES, SimNode, World, open_fleet, profile
 
 from cascadia_p2p.ring import actions as a
 from cascadia_p2p.ring import events as e
-from cascadia_p2p.types import Epoch, Instance, Promise
+from cascadia_p2p.types import Endpoint, Epoch, Instance, Promise
 from cascadia_p2p.wire.messages import Close, Form, Journal, Open, Ready
 
 
@@ -190,6 +192,27 @@ def test_a_node_that_lives_behind_a_port_that_refuses_is_met_again() -> None:
     assert nodes[0].core.seat is None
     world.run_until(world.is_open, 5)
     assert nodes[0].core.counter == 2
+
+
+def test_where_an_earlier_instance_was_dialled_a_refusal_counts_if_the_later_one_is_there() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    lost = nodes[1]
+    here, elsewhere = lost.machine.greeting(world.now).control, Endpoint("10.0.0.99", 7600)
+    nodes[0].feed(e.ConnectionRefused(lost.profile.node, lost.profile.instance, elsewhere))
+    assert nodes[0].closed == []
+    nodes[0].feed(e.ConnectionRefused(lost.profile.node, lost.profile.instance, here))
+    assert "its process has ended" in closing(nodes[0]).reason
+
+
+def test_a_head_asks_the_others_at_once_what_a_member_that_may_be_lost_has_passed_on() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    core = nodes[2].core
+    core.counters = replace(core.counters, epoch=core.seat.epoch, frames_in=77)
+    nodes[0].feed(e.ConnectionLost(nodes[1].profile.node, nodes[1].profile.instance))
+    world.run(0.01)
+    assert nodes[0].machine._head.attempt.watch.held(1) == 78
 
 
 @pytest.mark.parametrize("deaf", ["head", "member"])
