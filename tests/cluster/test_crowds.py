@@ -104,9 +104,13 @@ def test_beyond_the_queue_requests_are_refused_at_once_and_the_queue_is_shown(ri
 def test_a_place_in_the_queue_is_told_and_then_the_answer_comes(ring: StandingRing) -> None:
     with plain(zmq.DEALER, ring.endpoint) as busy, plain(zmq.DEALER, ring.endpoint) as waits:
         for number in range(SLOTS + 1):
-            body = {"token_ids": [5], "max_tokens": 150, "ignore_eos": True, "id": str(number)}
+            body = {"token_ids": [5], "max_tokens": 600, "ignore_eos": True, "id": str(number)}
             busy.send_multipart([b"", json.dumps(body).encode()])
-        time.sleep(0.05)
+
+        def one_waits() -> bool:
+            return ring.head.node.status()["requests"]["queued"] >= 1  # type: ignore[index,call-overload,operator,no-any-return]
+
+        ring.until(one_waits, "the last of them waits")
         body = {"token_ids": list(CASE.prompts[1].ids), "max_tokens": 5, "stream": True, "id": "w"}
         waits.send_multipart([b"", json.dumps(body).encode()])
         replies = [json.loads(waits.recv_multipart()[-1])]
@@ -114,7 +118,7 @@ def test_a_place_in_the_queue_is_told_and_then_the_answer_comes(ring: StandingRi
             replies.append(json.loads(waits.recv_multipart()[-1]))
         assert replies[0] in ({"id": "w", "queued": 2}, {"id": "w", "queued": 1})
         assert replies[-1]["token_ids"] == list(CASE.prompts[1].generated[:5])
-        assert replies[-1]["timings"]["queue_s"] > 0.05
+        assert replies[-1]["timings"]["queue_s"] > 0
         for _ in range(SLOTS + 1):
             busy.recv_multipart()
     rest(ring)
@@ -259,9 +263,17 @@ def test_stk_08_every_frame_that_left_has_arrived(ring: StandingRing) -> None:
     with Client(ring.endpoint) as client:
         client.generate([5], max_tokens=600, ignore_eos=True)
     rest(ring)
-    counted = [body["data_thread"] for body in ring.status()]
-    sent = [each["frames_out"] for each in counted]
-    # One message a hop for each token: DLL-12.
-    assert 600 <= sent[0] - before < 630
-    assert [each["frames_in"] for each in counted] == [sent[-1], *sent[:-1]]
-    assert all(not each["dropped"] for each in counted)
+
+    def all_arrived() -> bool:
+        counted = [body["data_thread"] for body in ring.status()]
+        sent = [each["frames_out"] for each in counted]
+        # One message a hop for each token: DLL-12.
+        assert 600 <= sent[0] - before < 630
+        assert all(not each["dropped"] for each in counted)
+        return [each["frames_in"] for each in counted] == [sent[-1], *sent[:-1]]
+
+    # The last frame, which frees the slots, comes round to the head after them.
+    deadline = time.monotonic() + 10
+    while not all_arrived():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
