@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -89,9 +90,13 @@ def _require_device(device: str) -> None:
 
 
 async def _live(config: Config, while_stdin_open: bool) -> int:
-    # The engine takes seconds to import: flags are judged before.
-    from cascadia_p2p.node.node import Ending, Node
-    from cascadia_p2p.node.places import Places
+    # The engine takes a second to import: flags are judged before. Imports leave no garbage to look for.
+    gc.disable()
+    try:
+        from cascadia_p2p.node.node import Ending, Node
+        from cascadia_p2p.node.places import Places
+    finally:
+        gc.enable()
 
     node: Node | None = None
     stopped = ""
