@@ -49,7 +49,13 @@ from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
-from cascadia_p2p.wire.messages import Beat, Clients, Journal, JournalAck, StatusQuery, StatusReport
+from cascadia_p2p.wire.messages import (
+    Clients,
+    Journal,
+    JournalAck,
+    StatusQuery,
+    StatusReport,
+)
 
 T = TypeVar("T")
 
@@ -289,8 +295,7 @@ class Node:
             if self._book is not None and self._book.hear(event.message):
                 self._plane.answer(event.link, self._client_list(self._book, whole=True))
             return
-        if self._head is None and isinstance(event, events.Heard) and isinstance(event.message, Beat):
-            # So that the answer tells of now.
+        if self._machine.judges_counters(event):
             self._do_all(self._counters())
         self._do_all(event)
 

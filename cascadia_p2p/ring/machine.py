@@ -189,6 +189,16 @@ class RingMachine:
         self._core.now = max(self._core.now, now)
         return snapshot.missing(self._core)
 
+    def judges_counters(self, event: Event) -> bool:
+        """Whether what follows an event must know the counters of now, and not those of the last tick.
+
+        A member answers its head's beat with them. A head that loses a member, or is to end, sees by them
+        what its requests need.
+        """
+        if isinstance(event, Heard):
+            return isinstance(event.message, Bye | Close if self._core.heads else Beat)
+        return isinstance(event, Drain | ConnectionLost | ConnectionRefused)
+
     def counts(self) -> dict[str, int]:
         """What was dropped, by reason."""
         return {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster.conftest import Shards
-from cluster.fleet import Fleet, ask, fleet
+from cluster.fleet import Fleet, Member, ask, fleet
 from fixtures.reference import load_case
 
 from cascadia_p2p.client import AsyncClient
@@ -49,6 +49,11 @@ class Loop:
                 await asyncio.sleep(0.02)
 
 
+def claims(member: Member) -> list[str]:
+    """Where the nodes that a member knows stand with their shards."""
+    return [str(node["claim"]) for node in member.node.status()["nodes"]]  # type: ignore[union-attr,index,call-overload]
+
+
 @contextlib.asynccontextmanager
 async def looping(made: Fleet, model: Path, *flags: str, loops: int = 1) -> AsyncIterator[list[Loop]]:
     """Loops that go on until the block ends, beside the fleet's nodes."""
@@ -56,8 +61,13 @@ async def looping(made: Fleet, model: Path, *flags: str, loops: int = 1) -> Asyn
     peers = [flag for member in made.members for flag in ("--peer", str(member.control))]
     with LocalRing(model, made.root / "loops", fleet=made.name, flags=(*common, *peers, *flags)) as ring:
         found = [Loop(ring) for _ in range(loops)]
-        tasks = [asyncio.create_task(loop.run()) for loop in found]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for loop in found:
+                if tasks:
+                    # They serve clients at the same port: the second is to meet the first as a head.
+                    await made.until(lambda: "serving" in claims(made.members[0]), "the first has its place")
+                tasks.append(asyncio.create_task(loop.run()))
             yield found
         finally:
             for task in tasks:
@@ -121,12 +131,8 @@ def test_a_request_that_kills_the_heads_ends_alone_behind_the_second(
             tail = await ring.start(model, shard=1)
             flags = ("--shard", "0", "--client-port", str(port))
             async with looping(ring, model, *flags, loops=2) as loops:
-
-                def whole() -> bool:
-                    claims = [str(node["claim"]) for node in tail.node.status()["nodes"]]  # type: ignore[union-attr,index,call-overload]
-                    return sorted(claims) == ["loaded", "serving", "serving"]
-
-                await ring.until(whole, "a head and its standby")
+                whole = ["loaded", "serving", "serving"]
+                await ring.until(lambda: sorted(claims(tail)) == whole, "a head and its standby")
                 async with AsyncClient(Endpoint(HOST, port), timeout_s=90.0) as client:
                     asked = await client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
                     begun = asyncio.Event()

@@ -82,6 +82,8 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
     with LocalRing(shards(CASE, (6, 6)), tmp_path, flags=FLAGS) as ring, ThreadPoolExecutor(2) as pool:
         head = ring.start_node(*serves)
         ring.start_node("--shard", "1")
+        # Both are to serve clients at the same port: the second only when it has met the first.
+        ring.wait_for("ring_open", PATIENCE_S)
         ring.start_node(*serves)
         ring.wait_for("journal_followed", PATIENCE_S)
         ring_is_open = lambda: status(client)["state"] == "open"  # noqa: E731
