@@ -1,7 +1,8 @@
 """Kill each node of a ring in turn while clients read their answers, and time how it goes on.
 
     python scripts/kill_each.py [--nodes 11] [--victims 0,1,...] [--moments prefill,token_1,...]
-                                [--ways standby,restarted] [--pairs] [--streams 40] [--out FILE] [--check]
+                                [--ways standby,restarted] [--pairs] [--streams 40] [--closed]
+                                [--out FILE] [--check]
     python scripts/kill_each.py --quick
 
 A ring of processes with a small model from a seed. Each case asks, kills one node with SIGKILL at its moment,
@@ -10,8 +11,9 @@ and compares every client's tokens with those of an undisturbed run; a repeated 
 `restarted` the node is started again at once. Shard 0 is the head's: there the client library comes back by
 itself. `--pairs` kills two nodes at once, neighbours and others. The times are taken from the nodes' logs and
 from the readers: killed to detected (`ring_closed`), to formed anew (`ring_open`), to the next token of any
-reader behind that, and of the reader with the longest prompt, which is prefilled last. JSON goes to stdout or
-FILE, a table to stderr. `--quick` is a bounded sample: three shards and few cases.
+reader behind that, and of the reader with the longest prompt, which is prefilled last. With `--closed` nodes
+have a key, and all that they say is encrypted. JSON goes to stdout or FILE, a table to stderr. `--quick` is a
+bounded sample: three shards and few cases.
 """
 
 from __future__ import annotations
@@ -248,6 +250,7 @@ def report(args: argparse.Namespace, cases: Sequence[Case]) -> str:
     result = {
         "nodes": args.nodes,
         "model": args.sample,
+        "closed": args.closed,
         "machine": f"{platform.platform()}, {os.cpu_count()} cores",
         "load": os.getloadavg()[0],
         "faults": faults(cases),
@@ -266,6 +269,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", action="store_true", help="also two nodes at once")
     parser.add_argument("--streams", type=int, default=40)
     parser.add_argument("--sample", default=SAMPLE, help="recipe of the model")
+    parser.add_argument("--closed", action="store_true", help="with a key: all is encrypted")
     parser.add_argument("--quick", action="store_true", help="a bounded sample of all this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check", action="store_true", help="end with 1 when a bar is missed")
@@ -285,7 +289,8 @@ def main() -> int:
     flags = ("--slots", str(max(4, args.streams)), "--context", "512", "--no-mdns")
     # Who is killed leaves its port to the next head; clients are told one address.
     machine = Machine(client_port=free_ports())
-    with seated(args.nodes, flags, sample=args.sample, machines=itertools.repeat(machine)) as seats:
+    machines = itertools.repeat(machine)
+    with seated(args.nodes, flags, sample=args.sample, machines=machines, closed=args.closed) as seats:
         cases = asyncio.run(run(seats, args))
     missed = faults(cases)
     if args.out is None:

@@ -16,12 +16,14 @@ from typing import Any, Final
 import orjson
 
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.keys.places import lay_key, make_fleet_key
 from cascadia_p2p.local import COMMAND, HOST, LocalNode, LocalRing, free_ports
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.sample.checkpoint import make_checkpoint
 from cascadia_p2p.sample.recipe import find_recipe
 from cascadia_p2p.shards.encodings import EXACT
 from cascadia_p2p.shards.export import export
+from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
 
 SAMPLE: Final = "tiny66"
@@ -86,10 +88,13 @@ class Seats:
         ring: starts the processes.
         shards: of the model.
         machines: where each seat stands, the first one first; behind the last, all stand here.
+        keys: the fleet's; None where it has none.
     """
 
-    def __init__(self, ring: LocalRing, shards: int, machines: Iterable[Machine] = ()) -> None:
-        self.ring, self.shards = ring, shards
+    def __init__(
+        self, ring: LocalRing, shards: int, machines: Iterable[Machine] = (), keys: Keys | None = None
+    ) -> None:
+        self.ring, self.shards, self._keys = ring, shards, keys
         self.seats: list[Seat] = []
         self._machines = itertools.chain(machines, itertools.repeat(Machine()))
         self._shard_of: dict[int, int] = {}
@@ -125,7 +130,7 @@ class Seats:
     async def status(self, seat: Seat) -> dict[str, Any] | None:
         """What a seat's node says of itself; None when it does not answer."""
         try:
-            return dict(await ask_node(seat.process.control, ANSWER_S)) if seat.runs else None
+            return dict(await ask_node(seat.process.control, ANSWER_S, self._keys)) if seat.runs else None
         except CascadiaError:
             return None
 
@@ -174,7 +179,12 @@ class Seats:
 
 @contextlib.contextmanager
 def seated(
-    shards: int, flags: Sequence[str], *, sample: str = SAMPLE, machines: Iterable[Machine] = ()
+    shards: int,
+    flags: Sequence[str],
+    *,
+    sample: str = SAMPLE,
+    machines: Iterable[Machine] = (),
+    closed: bool = False,
 ) -> Iterator[Seats]:
     """A fleet of a sample model with a seat a shard, whose processes have just been started.
 
@@ -183,16 +193,25 @@ def seated(
         flags: for every node.
         sample: name of the model's recipe.
         machines: where each seat stands, the first one first; behind the last, all stand here.
+        closed: a key lies beside the shards, and nodes speak in cipher, here too.
     """
     with tempfile.TemporaryDirectory(prefix="cascadia-seats-") as scratch:
         root = Path(scratch)
         checkpoint = make_checkpoint(root / "checkpoint", find_recipe(sample))
         export(checkpoint, root / "model", shards=shards, encodings=EXACT)
         with LocalRing(root / "model", root / "state", flags=("--threads", "1", *flags)) as ring:
-            seats = Seats(ring, shards, machines)
+            keys = _lock(root, ring.fleet) if closed else None
+            seats = Seats(ring, shards, machines, keys)
             for shard in range(shards):
                 seats.add(shard)
             yield seats
+
+
+def _lock(root: Path, fleet: str) -> Keys:
+    """Lay a new key beside the model in `root`."""
+    made = make_fleet_key(fleet, root / "fleet.key")
+    lay_key(made, root / "model", ())
+    return Keys(made.pair, made.server)
 
 
 def client_endpoint(seat: Seat) -> Endpoint:

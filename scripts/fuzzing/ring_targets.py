@@ -15,6 +15,7 @@ from cascadia_p2p.errors import WireError
 from cascadia_p2p.node.answers import AnswerDesk, ModelFacts
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.data_thread import DataThread
+from cascadia_p2p.node.journal_copy import JournalCopy
 from cascadia_p2p.node.seat import Seat
 from cascadia_p2p.ring import events
 from cascadia_p2p.ring.machine import RingMachine
@@ -38,12 +39,14 @@ from cascadia_p2p.wire.frames import (
     segment_table,
 )
 from cascadia_p2p.wire.messages import (
+    Begun,
     ChatMessage,
     Claim,
     ClaimState,
     FinishReason,
     GenerateRequest,
     Greeting,
+    Journal,
     decode_control,
     encode,
 )
@@ -54,6 +57,8 @@ from fuzzing.wire_targets import EPOCH, LIMITS, read_frame, sample_frames
 
 PROMISE: Final = Promise(slots=4, context=256, rows=64, kept=2)
 HEADER_AT: Final = struct.Struct("<H")
+MOST_IDS: Final = 64
+"""Of a copy of the journal: small, so that few messages fill it."""
 
 
 class _Copies:
@@ -278,10 +283,57 @@ def _machine_seed() -> list[bytes]:
     return [_joined(said), _joined([head, *said[3:12]]), _joined(said[:4])]
 
 
+def _journal(data: bytes) -> None:
+    """What a head tells a standby, message after message, which then goes on with the answers."""
+    copy, now = JournalCopy(NodeId("f" * 16), Instance("e" * 16), MOST_IDS), 0.0
+    for part in _split(data):
+        now += 0.1
+        try:
+            message = decode_control(part)
+        except WireError:
+            continue
+        if isinstance(message, Journal):
+            copy.hear(message, now)
+        copy.due(now)
+        held = copy.report()["ids"]
+        promise(
+            isinstance(held, int) and 0 <= held <= MOST_IDS, "more is kept than the bound, or less than none"
+        )
+    for record in copy.take_over():
+        promise(len(record.asked.prompt) > 0, "an answer without a prompt is gone on with")
+        scored = record.asked.logprobs is not None
+        promise(
+            not scored or len(record.scores) >= len(record.ids), "ids without their scores are gone on with"
+        )
+    promise(len(copy) == 0 and copy.report()["ids"] == 0, "something is left of what was taken over")
+
+
+def _journal_seed() -> list[bytes]:
+    def told(session: int, number: int, **fields: Any) -> bytes:
+        return encode(
+            Journal(
+                node=NodeId("0" * 16), instance=Instance("1" * 16), session=session, number=number, **fields
+            )
+        )
+
+    def begun(number: int, prompt: int = 2, **fields: Any) -> Begun:
+        return Begun(number=number, key=f"{number:032x}", prompt=prompt, max_tokens=9, **fields)
+
+    scored = ((-0.5, ((8, -0.5),)),)
+    first = told(
+        1, 1, begun=(begun(1, logprobs=1), begun(2)), grown=((1, (5, 6, 8), scored), (2, (5, 6), ()))
+    )
+    more = told(1, 2, grown=((1, (9,), scored), (2, (7,), ())), ended=((2, FinishReason.STOP, 0, 1.5),))
+    last = told(1, 3, gone=(1,), begun=(begun(3, 40),), grown=((3, tuple(range(60)), ()),))
+    anew = told(2, 1, begun=(begun(1),), grown=((1, (5, 6), ()),), whole=True)
+    return [_joined([first, more, last, anew]), _joined([first, anew]), _joined([more, first, more])]
+
+
 TARGETS: Final = (
     Target("slots", _slots, lambda: [_joined([encode_header(each) for each in sample_frames()])], ()),
     Target("data_thread", _thread, _thread_seed, (), memory_base=4 << 20),
     Target("answers", _answers, _answer_seed, (), memory_base=4 << 20),
     Target("said", _said, _said_seed, (), memory_base=4 << 20),
     Target("machine", _machine, _machine_seed, (), memory_base=4 << 20),
+    Target("journal", _journal, _journal_seed, ()),
 )
