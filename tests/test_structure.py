@@ -40,7 +40,7 @@ ALLOWED = {
     "text": {"errors", "types"},
     "compiled": {"errors", "types"},
     "matrices": {"errors", "types", "compiled"},
-    "shards": {"errors", "types", "models", "matrices"},
+    "shards": {"errors", "types", "models", "matrices", "text"},
     "models": {"errors", "types", "engine", "shards", "matrices"},
     "engine": {"errors", "types", "wire", "models", "shards", "compiled", "matrices"},
     "transport": {"errors", "types", "wire"},

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import tokenizers
-
 from cascadia_p2p.errors import CheckpointError
 from cascadia_p2p.models.fields import Fields
 from cascadia_p2p.shards.manifest import TokenizerFile
+from cascadia_p2p.text.tokenizer import read_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
@@ -144,8 +143,8 @@ def tokenizer_files(metadata: Mapping[str, object]) -> dict[TokenizerFile, bytes
     if isinstance(template, str):
         files["chat_template.jinja"] = template.encode()
     try:
-        tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
-    except Exception as error:  # the library raises bare Exceptions and ValueErrors
+        read_tokenizer(files["tokenizer.json"])
+    except ValueError as error:
         raise CheckpointError(f"the GGUF file's tokenizer is damaged: {error}") from None
     return files
 

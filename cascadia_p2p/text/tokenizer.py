@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -58,8 +59,8 @@ class Tokenizer:
         except OSError as error:
             raise ShardError(f"the tokenizer {path} can not be read: {error.strerror}") from error
         try:
-            return cls(tokenizers.Tokenizer.from_buffer(content))
-        except Exception as error:  # the library raises bare Exceptions and ValueErrors
+            return cls(read_tokenizer(content))
+        except ValueError as error:
             raise ShardError(f"{path} is not a tokenizer.json that can be used: {error}") from error
 
     @property
@@ -90,7 +91,7 @@ class Tokenizer:
                 with `specials` (as transformers does for a prompt).
 
         Raises:
-            RequestError: the text is not valid Unicode (a lone surrogate).
+            RequestError: the text is not valid Unicode (a lone surrogate), or the tokenizer fails at it.
         """
         try:
             text.encode()
@@ -101,10 +102,15 @@ class Tokenizer:
             ) from error
         with self._lock:
             self._inner.encode_special_tokens = not specials
-            # Of all its methods only those for batches let other threads run.
-            batch = self._inner.encode_batch_fast(
-                [text], add_special_tokens=specials if affixes is None else affixes
-            )
+            added = specials if affixes is None else affixes
+            try:
+                with _failing():
+                    # Of all its methods only those for batches let other threads run.
+                    batch = self._inner.encode_batch_fast([text], add_special_tokens=added)
+            except ValueError as error:
+                raise RequestError(
+                    ErrorCode.INTERNAL, f"the model's tokenizer failed at this text: {error}"
+                ) from None
         ids: list[int] = batch[0].ids
         return ids
 
@@ -135,6 +141,27 @@ class Tokenizer:
         if piece is None:
             piece = self._pieces[token_id] = _piece(self._inner.id_to_token(token_id) or "")
         return piece
+
+
+def read_tokenizer(content: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer in the bytes of a `tokenizer.json`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    with _failing():
+        return tokenizers.Tokenizer.from_buffer(content)
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Let all ways of the library to fail be a ValueError; its panics pass by `except Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ValueError(str(error)) from None
 
 
 def _piece(token: str) -> bytes:

@@ -42,6 +42,12 @@ FOUND = [
     ("said", b"f\xee" + b"[" * 2000 + b"]" * 2000 + b"\xe9"),
     ("said", b'f\xee{"args": 99999999999999999999999}\xe9'),
     ("said", b'f\xee"\\ud800"\xe9'),
+    # Merges of words that are not there, at which a library panics.
+    ("tokenizer", b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 2}, "merges": [["a", "b"]]}}'),
+    (
+        "tokenizer",
+        b'{"model": {"tye": "BPE", "vocab": {"a": 0, "b": 2}, "merges": [["a", "b"]], "unk_token": null}}',
+    ),
 ]
 
 
