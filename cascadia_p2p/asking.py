@@ -39,6 +39,9 @@ ACK_PIECES: Final = 64
 RETURN_S: Final = 30.0
 """For how long a head that was lost is looked for again, in seconds."""
 
+PAUSED: Final = "the connection to the head was lost: the answer goes on when it, or another, is found"
+"""What the reader of an answer is told meanwhile."""
+
 RETURN_EVERY_S: Final = 0.2
 
 FRUITLESS: Final = 2
@@ -140,8 +143,11 @@ def _listed(name: str, value: object) -> tuple[object, ...]:
 class Flow:
     """One answer in pieces as its reader sees it: what comes, in order, and what is to be said back."""
 
-    def __init__(self, request: GenerateRequest, on_queued: Queued | None, before: int = 0) -> None:
+    def __init__(
+        self, request: GenerateRequest, on_queued: Queued | None, before: int = 0, *, told: bool = False
+    ) -> None:
         self.request = request
+        self._told = told
         self._id = request.id or ""
         self._on_queued = on_queued
         self._seq = 0
@@ -178,6 +184,15 @@ class Flow:
         """To be sent when no more is wanted."""
         return encode(CancelRequest(id=self._id))
 
+    def paused(self, error: UnreachableError) -> StreamPiece | None:
+        """A piece to tell the reader that the head was lost; None where that has been told."""
+        if not isinstance(error, HeadLostError) or (self._told and not self.begun()):
+            return None
+        self._told = True
+        self._before += 1
+        seq = self._before + self._seq
+        return StreamPiece(id=self.request.id, seq=seq, token_ids=(), notice=PAUSED)
+
     def again(self) -> Flow:
         """The same answer over another connection, behind the ids that have come.
 
@@ -185,11 +200,11 @@ class Flow:
             HeadLostError: it can not be taken up in its midst.
         """
         if not self.begun():
-            return Flow(self.request, self._on_queued, self._before)
+            return Flow(self.request, self._on_queued, self._before, told=self._told)
         if self.request.key is None:
             raise HeadLostError("the answer broke off and can not be taken up in its midst: ask again")
         request = self.request.model_copy(update={"held": tuple(self._ids)})
-        return Flow(request, self._on_queued, self._before + self._seq)
+        return Flow(request, self._on_queued, self._before + self._seq, told=self._told)
 
     def begun(self) -> bool:
         """Whether a piece has come."""

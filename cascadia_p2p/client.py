@@ -341,7 +341,10 @@ class Client:
             except RequestError as error:
                 time.sleep(patience.pause_s(error))
             except UnreachableError as error:
-                time.sleep(patience.return_s(error))
+                pause_s = patience.return_s(error)
+                if not whole and (piece := flow.paused(error)) is not None:
+                    yield piece
+                time.sleep(pause_s)
             flow = flow.again()
 
     def _flow(self, flow: Flow, patience: Patience) -> Generator[StreamPiece, None, GenerateReply]:
@@ -494,7 +497,10 @@ class AsyncClient:
             except RequestError as error:
                 await self._pause(patience.pause_s(error), closings, error)
             except UnreachableError as error:
-                await self._pause(patience.return_s(error), closings, error)
+                pause_s = patience.return_s(error)
+                if not whole and (piece := flow.paused(error)) is not None:
+                    yield piece
+                await self._pause(pause_s, closings, error)
             flow = flow.again()
 
     async def _flow(

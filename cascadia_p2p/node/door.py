@@ -114,10 +114,7 @@ class Door:
             return (
                 f"the node at {endpoint} has no key and stays outside: copy {mine} there, beside its shards"
             )
-        return (
-            f"the node at {endpoint} has another key or none, or is no node: if it belongs to this fleet, "
-            f"copy {mine} there, beside its shards as {FLEET_KEY}"
-        )
+        return f"the node at {endpoint} has another key or none, or is no node: {self._one_key()}"
 
     def turned_away(self, stranger: Stranger) -> str | None:
         """What to say of somebody who knocked; None when it has nothing to do with keys."""
@@ -136,10 +133,20 @@ class Door:
         }.get(stranger.why)
         if has is None:
             return None
+        if stranger.why is Knock.KEY:
+            return f"turned away {host}: it has {has}; {self._one_key()}"
         return (
             f"turned away {host}: it has {has}. If it is a node of this fleet, copy {self._mine()} "
             "there, "
             f"beside its shards as {FLEET_KEY}"
+        )
+
+    def _one_key(self) -> str:
+        """What to do where two keys meet: neither side can know whose is the fleet's."""
+        return (
+            "to be in one fleet both need the key of the PCs that were there first: copy "
+            f"{self._mine()} there, beside its shards as {FLEET_KEY}, or, if this PC is the new one, that "
+            f"PC's {FLEET_KEY} here over {self._mine()}; and start the new one again"
         )
 
     def _mine(self) -> Path:

@@ -223,6 +223,7 @@ def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
             await ring.until(lambda: spare.state == "standby", "a standby of the head")
             ids: list[int] = []
             numbers: list[int] = []
+            notices: list[str] = []
             async with AsyncClient(head.client, timeout_s=60.0) as client:
                 whole = client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
                 answer = client.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True, **options)  # type: ignore[arg-type]
@@ -230,8 +231,12 @@ def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
                 async for piece in answer:
                     ids += piece.token_ids
                     numbers.append(piece.seq)
+                    notices += [piece.notice] if piece.notice is not None else []
                     if len(ids) >= 20 and not head.task.done():
                         await die(head)
+                assert [each for each in notices if "the connection to the head was lost" in each] == notices[
+                    :1
+                ]
                 assert answer.reply.token_ids == tuple(ids)
                 assert len(ids) == LENGTH
                 assert numbers == list(range(1, len(numbers) + 1))
