@@ -62,6 +62,8 @@ PLACES_S: Final = 1.0
 AGAIN_S: Final = 0.5
 """When to ask again where a head leaves, in seconds."""
 
+_ASKED_AGAIN: Final = "the request was asked again over another connection, which gets the answer"
+
 _log = structlog.get_logger()
 
 StatusBody: TypeAlias = dict[str, JsonValue]
@@ -311,9 +313,7 @@ class HeadService:
     def _generate(self, call: ClientCall, request: GenerateRequest) -> None:
         route = call.route
         if self._draining is not None:
-            raise RequestError(
-                self._draining.code, self._draining.message, request_id=request.id, retry_after_s=AGAIN_S
-            )
+            raise _named(self._draining, request)
         if request.id is not None and self._pending.find(route, request.id) is not None:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
@@ -351,11 +351,13 @@ class HeadService:
                 ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
             )
         else:
-            # Its client may have gone meanwhile.
-            if stream in self._pending:
-                pending.answer = answer
-                self._submit(accepted, pending)
-            return
+            # Its client may have gone meanwhile, and the head may be about to.
+            if self._draining is None:
+                if stream in self._pending:
+                    pending.answer = answer
+                    self._submit(accepted, pending)
+                return
+            failure = _named(self._draining, pending.request)
         if self._pending.remove(stream) is not None:
             self._refuse(pending.route, failure)
 
@@ -422,8 +424,12 @@ class HeadService:
             return None
         before = self._pending.take_place(name, accepted.stream)
         if before is not None and (replaced := self._pending.remove(before)) is not None:
-            self._drop(before, "the request was asked again")
+            self._drop(before, _ASKED_AGAIN)
             self._break_off(replaced)
+            self.counts.cancelled += 1
+            if replaced.route != pending.route:
+                error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
+                self._send(replaced.route, encode(ErrorReply.of(error)))
         seeded = not request.temperature or request.seed is not None
         return self._kept.find(name, asked, accepted.held, self._loop.time(), seeded=seeded)
 
@@ -473,10 +479,7 @@ class HeadService:
         else:
             self.counts.failed += 1
             (self.meter.rejected if rejected else self.meter.failed)[error.code] += 1
-        named = RequestError(
-            error.code, error.message, request_id=pending.request.id, retry_after_s=error.retry_after_s
-        )
-        self._send(pending.route, encode(ErrorReply.of(named)))
+        self._send(pending.route, encode(ErrorReply.of(_named(error, pending.request))))
 
     def _refuse(self, route: Route, error: RequestError) -> None:
         self.counts.refused += 1
@@ -585,3 +588,8 @@ class HeadService:
                 self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
             )
             self._data.call(expire)
+
+
+def _named(error: RequestError, request: GenerateRequest) -> RequestError:
+    """The same error under the request's id."""
+    return RequestError(error.code, error.message, request_id=request.id, retry_after_s=error.retry_after_s)

@@ -80,10 +80,13 @@ class Head:
             return False
         if self._others_have_a_head():
             return False
+        # One that leaves counts for as long as it serves clients: there must be one door.
         rivals = [
             peer
             for peer in core.peers
-            if peer.claim.shard == 0 and not peer.leaving and not core.peers.is_suspect(peer, core.now)
+            if peer.claim.shard == 0
+            and not (peer.leaving and peer.client is None)
+            and not core.peers.is_suspect(peer, core.now)
         ]
         claims = [core.own_holder(), *(core.holder(peer) for peer in rivals)]
         return ranked(claims, core.times.claim_tolerance)[0].node == core.node

@@ -266,8 +266,11 @@ class Scheduler:
         return Update(stream, error=_overflow(len(stream.ids), context))
 
     def _admit(self, ring: _Ring, now: float) -> None:
-        while self.admitting and self._waiting and ring.free:
+        while self._waiting and ring.free:
             stream = next(iter(self._waiting.values()))
+            # Those that were put back are no new ones.
+            if not self.admitting and stream.started_at is None:
+                return
             # One that is set apart starts when all have had a token, and until its own nobody else does.
             if self._unproven and (stream.apart or next(iter(self._unproven.values())).apart):
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any
@@ -13,12 +14,13 @@ import zmq
 import zmq.asyncio
 from test_head_service import DEADLINE_S, END, Ring, door, heard, until, words
 
+from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.kept import AnswerName, Asked, Record
-from cascadia_p2p.ring.scheduler import Score, Update
+from cascadia_p2p.ring.scheduler import Score, StreamRequest, Update
 from cascadia_p2p.transport.client_connection import AsyncClientConnection
 from cascadia_p2p.transport.curve import Domain, KeyPair, Keys
-from cascadia_p2p.types import GREEDY, Endpoint, Instance, NodeId, Sampling
-from cascadia_p2p.wire.client import FinishReason, decode_reply
+from cascadia_p2p.types import GREEDY, Endpoint, Instance, NodeId, Sampling, StreamId
+from cascadia_p2p.wire.client import FinishReason, GenerateRequest, decode_reply
 from cascadia_p2p.wire.messages import Journal, decode_control
 
 KEY = "0f" * 16
@@ -269,5 +271,57 @@ def test_who_loses_the_connection_only_goes_on_with_its_logprobs() -> None:
                     ring.service.deliver([last])
                     _, reply = await rest(socket)
                     assert len(reply["logprobs"]) == len(KNOWN) + 1
+
+    run(scenario())
+
+
+def test_who_is_asked_again_by_another_connection_says_so_to_the_first() -> None:
+    """Each request ends in one reply, also one whose answer another connection gets."""
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with (
+                zmq.asyncio.Context() as context,
+                dealer(context, endpoint) as first,
+                dealer(context, endpoint) as second,
+            ):
+                await send(first, id="a")
+                before = await ring.stream()
+                await send(second, id="b")
+                await until(lambda: ring.ended == [before])
+                ring.give(await ring.stream(), [END])
+                told = await heard(first)
+                assert (told["id"], told["error"]["code"]) == ("a", "cancelled")
+                assert "asked again over another connection" in told["error"]["message"]
+                assert (await rest(second))[1]["id"] == "b"
+                assert not await first.poll(50)
+
+    run(scenario())
+
+
+def test_a_prompt_that_is_still_read_when_the_head_is_to_end_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = threading.Event()
+    accept = AnswerDesk.accept
+
+    def slowly(desk: AnswerDesk, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
+        assert read.wait(DEADLINE_S)
+        return accept(desk, request, stream)
+
+    monkeypatch.setattr(AnswerDesk, "is_long", lambda *_: True)
+    monkeypatch.setattr(AnswerDesk, "accept", slowly)
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, id="a")
+                await until(lambda: bool(ring.service._reading))
+                ring.service.drain("the test asks it")
+                read.set()
+                told = await heard(socket)
+                assert (told["id"], told["error"]["code"]) == ("a", "ring_incomplete")
+                assert told["error"]["retry_after_s"] > 0
+                assert not ring.streams
 
     run(scenario())

@@ -85,6 +85,9 @@ class Ring:
             self.ended.append(stream)
             self._tell(Update(found, error=error))
 
+    def drop_waiting(self, error: RequestError) -> None:
+        pass
+
     def tell_places(self, hear: Callable[[list[StreamId]], None]) -> None:
         hear(self.queue)
 

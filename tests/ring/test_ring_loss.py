@@ -586,3 +586,25 @@ def test_without_a_ring_the_node_that_would_form_it_is_believed() -> None:
     assert told(world, standby, nodes[0])
     assert not told(world, standby, nodes[1])
     assert not told(world, nodes[0], standby)
+
+
+def test_a_standby_stays_one_while_the_head_that_leaves_still_answers() -> None:
+    world = World(1)
+    nodes = open_fleet(world, 4)
+    head = world.head()
+    assert head is not None
+    standby = next(node for node in nodes if node.core.shard == 0 and node is not head)
+    head.needs = (1, 1, 64)
+    world.run(0.1)
+    head.feed(e.Drain("Ctrl-C"))
+    world.run(3)
+    assert world.is_open()
+    assert head.core.serving
+    assert not standby.serves_clients, "there would be two doors"
+    head.needs = (0, 0, 0)
+    world.run_until(lambda: head.drained, 5)
+    head.feed(e.Leave("Ctrl-C"))
+    world.run(0.01)
+    world.kill(head)
+    world.run_until(lambda: world.is_open() and world.head() is standby, 5)
+    assert standby.serves_clients

@@ -142,6 +142,18 @@ def test_nothing_new_starts_while_admission_is_paused() -> None:
     assert {int(u.stream.request.stream) for u in drain(scheduler, ring)} == {2}
 
 
+def test_those_that_were_put_back_go_on_while_admission_is_paused() -> None:
+    scheduler, ring = opened()
+    scheduler.submit(request(1, 3, 4), 0.0)
+    ring.run(scheduler.schedule(0.0))
+    scheduler.set_apart([StreamId(1)])
+    scheduler.close()
+    scheduler.open(3, Promise(4, 64, 16))
+    scheduler.admitting = False
+    scheduler.submit(request(2, 3, 4), 0.0)
+    assert {int(u.stream.request.stream) for u in drain(scheduler, ModelRing(Promise(4, 64, 16)))} == {1}
+
+
 def test_an_answer_out_of_order_is_an_error() -> None:
     scheduler, ring = opened()
     scheduler.submit(request(1, 3, 4), 0.0)
