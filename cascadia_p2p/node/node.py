@@ -20,7 +20,7 @@ import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p import __version__
-from cascadia_p2p.config import Config, Limits
+from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.discovery import Candidate, Discovery
 from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.discovery.txt import Announcement
@@ -36,7 +36,7 @@ from cascadia_p2p.node.journal import JournalWriter
 from cascadia_p2p.node.journal_copy import JournalCopy
 from cascadia_p2p.node.meters import RingMeter
 from cascadia_p2p.node.metrics import HeadMeasures, Measures, MetricsText
-from cascadia_p2p.node.places import Places
+from cascadia_p2p.node.places import Places, times_of
 from cascadia_p2p.node.refusals import Refusals
 from cascadia_p2p.node.scrapes import MetricsServer
 from cascadia_p2p.node.statuses import StatusDesk
@@ -44,7 +44,6 @@ from cascadia_p2p.node.worker import LoadedShard, Worker
 from cascadia_p2p.ring import actions, events
 from cascadia_p2p.ring.machine import RingMachine
 from cascadia_p2p.ring.policy import Policy
-from cascadia_p2p.ring.profile import Times
 from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.types import Endpoint, Promise
@@ -58,6 +57,10 @@ from cascadia_p2p.wire.messages import (
 )
 
 T = TypeVar("T")
+
+DOOR_EVERY_S: Final = 0.1
+DOOR_TRIES: Final = 20
+"""How often a client port that is in use is tried again."""
 
 ANNOUNCE_TICKS: Final = 8
 CLIENT_LIST_TICKS: Final = 20
@@ -91,7 +94,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Ending] = self._loop.create_future()
         self._started = time.monotonic()
-        self._times = _times(config.limits)
+        self._times = times_of(config.limits)
         self._profile = profile = places.profile(config)
         self._machine = RingMachine(profile, time.monotonic(), self._times)
         # The loop hears of tokens once the next frame is on its way: waking it earlier delays that frame.
@@ -137,6 +140,7 @@ class Node:
         self._promised: Promise | None = None
         """What the ring that this node heads, or headed last, can hold."""
         self._leaving = ""
+        self._door_timer: asyncio.TimerHandle | None = None
         self._drain_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -485,7 +489,7 @@ class Node:
             case _:
                 assert_never(action)
 
-    def _open_door(self) -> None:
+    def _open_door(self, tries: int = DOOR_TRIES) -> None:
         server = ClientServer(self._places.network)
         try:
             for host in dict.fromkeys(("127.0.0.1", self._places.address.ip)):
@@ -493,7 +497,11 @@ class Node:
                 server.bind(host, self._places.client_port, guarded=guarded)
         except CascadiaError as error:
             server.close()
-            self._end(error)
+            if tries > 0:
+                # The head before this one may end on the same machine in a moment.
+                self._door_timer = self._loop.call_later(DOOR_EVERY_S, self._open_door, tries - 1)
+            else:
+                self._end(error)
             return
         desk = AnswerDesk(self._model.facts, self._worker.tokenizer, self._worker.chat)
         self._head = HeadService(
@@ -519,6 +527,8 @@ class Node:
 
     def _close_door(self, reason: str) -> None:
         head, self._head = self._head, None
+        if self._door_timer is not None:
+            self._door_timer.cancel()
         if head is not None:
             task = asyncio.create_task(head.close(reason))
             self._closing.add(task)
@@ -571,8 +581,7 @@ class Node:
     async def _close(self) -> None:
         if self._drain_timer is not None:
             self._drain_timer.cancel()
-        if self._head is not None:
-            self._close_door("this node is leaving")
+        self._close_door("this node is leaving")
         if self._scrapes is not None:
             await self._scrapes.close()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -583,13 +592,3 @@ class Node:
         await self._worker.stop()
         self._refusals.close()
         await self._plane.close()
-
-
-def _times(limits: Limits) -> Times:
-    return Times(
-        beat=limits.heartbeat_s,
-        suspect=limits.suspect_s,
-        gone=limits.gone_s,
-        stuck=limits.stuck_s,
-        settle=limits.settle_s,
-    )

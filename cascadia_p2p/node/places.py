@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cascadia_p2p import __version__
-from cascadia_p2p.config import Config, find_model
+from cascadia_p2p.config import Config, Limits, find_model
 from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.identity import Identity
 from cascadia_p2p.models.family import ModelConfig
 from cascadia_p2p.node.answers import ModelFacts
 from cascadia_p2p.node.door import Door
-from cascadia_p2p.ring.profile import NodeProfile
+from cascadia_p2p.ring.profile import NodeProfile, Times
 from cascadia_p2p.shards.manifest import Manifest, shard_directory
 from cascadia_p2p.shards.reader import held_shards, held_sources
 from cascadia_p2p.text.chat import Chat
@@ -211,3 +211,14 @@ def _free_port(ip: str) -> int:
     with socket.socket(family) as probe:
         probe.bind((ip.partition("%")[0], 0))
         return int(probe.getsockname()[1])
+
+
+def times_of(limits: Limits) -> Times:
+    """The ring machine's times as the settings have them."""
+    return Times(
+        beat=limits.heartbeat_s,
+        suspect=limits.suspect_s,
+        gone=limits.gone_s,
+        stuck=limits.stuck_s,
+        settle=limits.settle_s,
+    )

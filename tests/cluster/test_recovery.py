@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from fixtures.reference import load_case
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Limits
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.local import free_ports
+from cascadia_p2p.local import HOST, free_ports
+from cascadia_p2p.types import Endpoint
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
@@ -245,6 +247,25 @@ def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
                 assert again.token_ids == tuple(ids)
                 greedy = await ask(spare, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
                 assert (await waiting).token_ids == greedy.token_ids
+
+    run(scenario())
+
+
+def test_a_client_port_that_the_head_before_is_about_to_leave_is_waited_for(
+    shards: Shards, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with fleet(tmp_path) as ring:
+            with socket.socket() as before:
+                before.bind((HOST, 0))
+                before.listen()
+                port = before.getsockname()[1]
+                head = await ring.start(shards(CASE, (12,)), shard=0, client_port=port)
+                await ring.until(lambda: bool(ring.sentences("ring_open")), "an open ring")
+                await asyncio.sleep(0.3)
+                assert not head.task.done()
+            await ring.until(lambda: bool(ring.sentences("clients_served")), "an open door")
+            assert (await ask(Endpoint(HOST, port), PROMPT.ids, max_tokens=4)).token_ids
 
     run(scenario())
 
