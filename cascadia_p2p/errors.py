@@ -12,7 +12,8 @@ CascadiaError (1)
 ├── CheckpointError (1)     a source checkpoint is not what it should be
 ├── ShardError (1)          a file of the exported model is missing, damaged or not ours
 ├── WireError (1)           bytes from the network that are not a valid frame or message
-└── RequestError (1)        a request that is answered with an error; carries the protocol's code
+└── RequestError (1, 2)     a request that is answered with an error; carries the protocol's code, and ends
+                            with 2 where the request itself is wrong
 
 Every message names what is wrong, what was expected and what to do; no message needs a traceback.
 """
@@ -121,3 +122,5 @@ class RequestError(CascadiaError):
         self.message = message
         self.request_id = request_id
         self.retry_after_s = retry_after_s
+        if code is ErrorCode.BAD_REQUEST:
+            self.exit_code = UsageError.exit_code

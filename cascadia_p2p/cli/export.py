@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
@@ -20,7 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from cascadia_p2p.catalog import source_path
+from cascadia_p2p.catalog import KNOWN, source_path
 from cascadia_p2p.compiled.compiling import set_threads
 from cascadia_p2p.errors import CascadiaError, UsageError
 from cascadia_p2p.keys.files import KeyFile
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     """Export, or list files; the manifest's path or the list goes to stdout, everything else to stderr.
 
     Raises:
+        UsageError: a flag is wrong, or there is no such checkpoint.
         CascadiaError: as `shards.export.export`.
     """
     configure_logs("console", "info")
@@ -138,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     attenuation = None if args.attenuate is None else parse_attenuation(args.attenuate)
     only = None if args.only_shards is None else parse_shards(args.only_shards)
     if args.list_files:
-        for file in needed_files(source_path(args.checkpoint), shards=args.shards, split=split, only=only):
+        for file in needed_files(_source(args.checkpoint), shards=args.shards, split=split, only=only):
             print(file)
         return 0
     return _export(args, split, only, asked, attenuation)
@@ -157,7 +159,7 @@ def _export(
     try:
         with _Teller(console) as teller:
             manifest = export(
-                source_path(args.checkpoint, teller.note),
+                _source(args.checkpoint, teller.note),
                 args.out,
                 shards=args.shards,
                 split=split,
@@ -174,6 +176,23 @@ def _export(
     console.print(_lay_key(args, key, manifest, only), markup=False, highlight=False, soft_wrap=True)
     print(args.out / MANIFEST)
     return 0
+
+
+def _source(text: str, note: Callable[[str], None] | None = None) -> Path:
+    """The checkpoint that the user means, pulled if needed.
+
+    Raises:
+        UsageError: there is none, here or by that name.
+    """
+    path = source_path(text, note)
+    if path.exists():
+        return path
+    near = difflib.get_close_matches(text, KNOWN, n=1)
+    raise UsageError(
+        f"{path} does not exist: expected the directory of a checkpoint, with its config.json, a .gguf file, "
+        f"or a name that 'cascadia-p2p pull' knows: {', '.join(KNOWN)}"
+        + (f"; did you mean {near[0]}?" if near else "")
+    )
 
 
 def _find_key(args: argparse.Namespace) -> KeyFile | None:
@@ -224,6 +243,8 @@ class _Teller:
             TimeRemainingColumn(),
             console=console,
             transient=True,
+            # Where there is no terminal, all that is seen of a bar is an empty line at its end.
+            disable=not console.is_interactive,
         )
         self._task = self._bar.add_task("reading the checkpoint", total=None)
         self._told_at: float | None = None

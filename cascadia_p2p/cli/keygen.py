@@ -15,7 +15,7 @@ from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.keys.clients import ClientList, load_clients, save_clients
-from cascadia_p2p.keys.files import KeyFile, write_key
+from cascadia_p2p.keys.files import KeyFile, read_key, write_key
 from cascadia_p2p.keys.places import (
     FLEET_KEY,
     client_list_path,
@@ -126,6 +126,7 @@ def _issue(key: KeyFile, clients: ClientList, path: Path, name: str, out: Path |
     pair = KeyPair.new()
     issued = clients.issue(name, pair.public)
     target = out or Path(f"{name}{SUFFIX}")
+    _require_absent(target, clients)
     write_key(KeyFile(target, key.fleet, pair, key.pair.public, name))
     try:
         save_clients(path, issued, key.pair)
@@ -138,6 +139,25 @@ def _issue(key: KeyFile, clients: ClientList, path: Path, name: str, out: Path |
     )
     print(target)
     return issued
+
+
+def _require_absent(target: Path, clients: ClientList) -> None:
+    """See that a client's key would be written over nothing.
+
+    Raises:
+        CascadiaError: a file is there; the sentence says whose withdrawn key it is, if it is one.
+    """
+    if not target.exists():
+        return
+    entry = None
+    # What is no key, or not to be read, is in the way all the same.
+    with contextlib.suppress(CascadiaError):
+        entry = clients.entries.get(read_key(target).pair.public)
+    what = f", the withdrawn key of '{entry.name}'," if entry is not None and entry.revoked else ""
+    raise CascadiaError(
+        f"{target}{what} is there already and is not written over: move it away, or name another file with "
+        "--out FILE"
+    )
 
 
 async def _nodes(config: Config) -> list[Endpoint]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from enum import StrEnum
 from functools import partial
+from typing import Final
 
 import psutil
+from pydantic import JsonValue
 
 from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.interfaces import Address, Interface, choose_address, list_interfaces
@@ -23,12 +25,18 @@ from cascadia_p2p.doctor.peers import Met, check_fleet, check_peer, check_versio
 from cascadia_p2p.doctor.power import check_clock, check_power
 from cascadia_p2p.doctor.processor import check_processor
 from cascadia_p2p.doctor.software import check_software
-from cascadia_p2p.errors import UnreachableError, UsageError
+from cascadia_p2p.errors import NotAdmittedError, PortError, UnreachableError, UsageError, WireError
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.shards.reader import VerifyProgress
+from cascadia_p2p.transport.client_connection import AsyncClientConnection
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.network import require_free
 from cascadia_p2p.types import Endpoint
+from cascadia_p2p.wire.client import StatusReply, StatusRequest, decode_reply
+from cascadia_p2p.wire.model import encode
+
+_ASK_S: Final = 2.0
+"""How long who holds a port has to answer, in seconds."""
 
 
 class Group(StrEnum):
@@ -132,15 +140,51 @@ async def _ports(config: Config, host: Host, address: Address, keys: Keys | None
 
 
 async def _holders(config: Config, address: Address, keys: Keys | None) -> dict[int, str]:
-    """Ports that a node of ours on this PC holds."""
-    if not config.port:
-        return {}
+    """Ports that a node of ours on this PC holds, whatever its control port is, and by whom in words."""
+    found: dict[int, str] = {}
+    wanted = {config.port, config.port + 1} if config.port else set()
+    # Either port of a pair may be the other one of a node that is there.
+    for control in (config.port, config.port + 1, config.port - 1):
+        if {control, control + 1} & wanted - found.keys() and _taken(address.ip, control):
+            words = await _node_at(Endpoint(address.ip, control), keys)
+            if words is not None:
+                found |= {control: words, control + 1: words}
+    if config.client_port and _taken(address.ip, config.client_port):
+        words = await _head_at(config.client_port)
+        if words is not None:
+            found[config.client_port] = words
+    return found
+
+
+def _taken(ip: str, port: int) -> bool:
     try:
-        body = await ask_node(Endpoint(address.ip, config.port), 0.5, keys)
+        require_free(ip, port, "")
+    except PortError:
+        return True
+    return False
+
+
+async def _node_at(control: Endpoint, keys: Keys | None) -> str | None:
+    """The node whose control port this is, in words; None when nothing answers like one."""
+    try:
+        return _in_words("a node", await ask_node(control, _ASK_S, keys))
+    except NotAdmittedError:
+        return "a node whose door is closed to this PC"
     except UnreachableError:
-        return {}
-    words = f"a node of fleet '{body.get('fleet')}' (version {body.get('software')})"
-    ports = [config.port, config.port + 1]
-    if body.get("is_head"):
-        ports.append(config.client_port)
-    return dict.fromkeys(ports, words)
+        return None
+
+
+async def _head_at(port: int) -> str | None:
+    """The head whose client port this is, in words; None when nothing answers like one."""
+    # There every head serves its own machine, and asks for no key.
+    at = Endpoint("127.0.0.1", port)
+    async with AsyncClientConnection(at, connect_timeout_s=_ASK_S) as connection:
+        try:
+            reply = decode_reply(await connection.request(encode(StatusRequest()), _ASK_S))
+        except (UnreachableError, WireError):
+            return None
+    return _in_words("the head", reply.status) if isinstance(reply, StatusReply) else None
+
+
+def _in_words(who: str, body: Mapping[str, JsonValue]) -> str:
+    return f"{who} of fleet '{body.get('fleet')}' (version {body.get('software')})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -149,12 +149,14 @@ def check_ports(
     )
     problems: list[str] = []
     ours: list[str] = []
+    flags: set[str] = set()
     for name, port, flag in wanted:
         try:
             try_port(ip, port, flag)
         except PortError as error:
             if port in holders:
                 ours.append(f"{name} port {port} by {holders[port]}")
+                flags.add(flag)
             else:
                 problems.append(f"{name} {error}")
     numbers = ", ".join(f"{name} {port or 'any'}" for name, port, _ in wanted)
@@ -167,11 +169,18 @@ def check_ports(
         yield Finding(
             "ports",
             Level.OK,
-            f"in use as they should be: {', '.join(ours)}; a second node on this PC needs --port",
+            f"in use as they should be: {', '.join(ours)}; {_for_others(flags)}",
             facts=facts,
         )
     else:
         yield Finding("ports", Level.OK, f"free: {numbers} (TCP), and mDNS uses 5353 (UDP)", facts=facts)
+
+
+def _for_others(flags: Collection[str]) -> str:
+    """What those on this PC need that come after the node that holds these flags' ports."""
+    if flags == {"--client-port"}:
+        return "a head of another fleet on this PC needs --client-port"
+    return "a second node on this PC needs --port"
 
 
 def check_firewall(host: Host, config: Config) -> Iterator[Finding]:

@@ -97,8 +97,7 @@ class ClientList:
         """
         found = self.named(name)
         if not found:
-            known = ", ".join(sorted({entry.name for entry in self.entries.values() if not entry.revoked}))
-            raise UsageError(f"no client '{name}' has a key: the list has {known or 'nobody'}")
+            raise UsageError(f"no client '{name}' has a key: the list has {self._names() or 'nobody'}")
         return self._with({entry.key: replace(entry, revoked=True) for entry in found})
 
     def join(self, other: ClientList) -> Self:
@@ -141,6 +140,12 @@ class ClientList:
         if not hmac.compare_digest(_mac(made._body(), pair).encode(), raw["mac"].encode()):
             raise WireError("a list of clients was not made with this fleet's key, or was changed since")
         return made
+
+    def _names(self) -> str:
+        """All names; behind the others those of which every key is withdrawn, and that this is so."""
+        admitted = {entry.name for entry in self.entries.values() if not entry.revoked}
+        withdrawn = {entry.name for entry in self.entries.values()} - admitted
+        return ", ".join([*sorted(admitted), *(f"{name} (withdrawn)" for name in sorted(withdrawn))])
 
     def _with(self, changed: Mapping[bytes, ClientEntry]) -> Self:
         return type(self)(MappingProxyType({**self.entries, **changed}))

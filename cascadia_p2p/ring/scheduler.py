@@ -477,7 +477,9 @@ def _sound(token: int, score: Score) -> bool:
 
 def _overflow(prompt: int, context: int) -> RequestError:
     return RequestError(
-        ErrorCode.CONTEXT_OVERFLOW, f"prompt is {prompt} tokens; this ring holds {context} a stream"
+        ErrorCode.CONTEXT_OVERFLOW,
+        f"prompt is {prompt} tokens; this ring holds {context} a stream: shorten it, or start the nodes with "
+        "a larger --context",
     )
 
 

@@ -87,9 +87,9 @@ def test_generate_chats(run: Run, ring: StandingRing, at: tuple[str, str]) -> No
     ("flags", "code", "words"),
     [
         (("--token-ids", "1", "--chat"), 2, "leave out --chat"),
-        (("hi", "--reasoning-effort", "wild"), 1, "'reasoning_effort': expected a number from 0.0 to 0.99"),
-        (("hi", "--chat", "--reasoning-effort", "1.5"), 1, "expected a number from 0.0 to 0.99"),
-        (("hi", "--stop", ""), 1, "'stop[0]': expected 1 to 256 characters"),
+        (("hi", "--reasoning-effort", "wild"), 2, "'reasoning_effort': expected a number from 0.0 to 0.99"),
+        (("hi", "--chat", "--reasoning-effort", "1.5"), 2, "expected a number from 0.0 to 0.99"),
+        (("hi", "--stop", ""), 2, "'stop[0]': expected 1 to 256 characters"),
         (("hi", "--stream", "--max-tokens", "x"), 2, "not a number of 1 or more"),
         (("a" * 700, "--stream"), 1, "prompt is 700 tokens; this ring holds 600 a stream"),
     ],

@@ -120,7 +120,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_numbers_before_any_frame
         "id": "long",
         "error": {
             "code": "context_overflow",
-            "message": "prompt is 301 tokens; this ring holds 300 a stream",
+            "message": "prompt is 301 tokens; this ring holds 300 a stream: shorten it, or start the nodes "
+            "with a larger --context",
         },
     }
     text = ask(request_socket, {"prompt": "a" * 5000})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,8 @@ import structlog
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import doctor, join, main
 from cascadia_p2p.local import LocalRing, free_ports
+from cascadia_p2p.node.query import ask_node
+from cascadia_p2p.types import Endpoint
 
 HERE = ("--bind", "127.0.0.1", "--fleet", "examined-here", "--threads", "1")
 NETWORK = ("--only", "network")
@@ -103,6 +107,54 @@ def test_a_living_node_is_recognised_on_its_ports_and_measured(
     assert "every file is as exported" in str(found["model"]["message"])
     assert found["room"]["level"] == "ok"
     assert found["room"]["facts"]["most_slots"] >= 16  # type: ignore[index]
+
+
+def ports_of(capsys: pytest.CaptureFixture[str], port: int, client: int) -> tuple[object, str]:
+    """Level and message of `ports` here, and the advice."""
+    flags = ("--no-mdns", "--port", str(port), "--client-port", str(client))
+    found = findings(run(capsys, *HERE, *NETWORK, *flags, "--json")[1])["ports"]
+    return found["level"], f"{found['message']} -> {found['advice']}"
+
+
+def test_a_head_is_recognised_on_its_client_port_whatever_its_control_port(
+    living_node: LocalRing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (head,) = asyncio.run(ask_node(living_node.nodes[0].control))["nodes"]  # type: ignore[misc, union-attr]
+    client = Endpoint.parse(str(head["client"])).port  # type: ignore[index, call-overload]
+    for port in (0, free_ports()):
+        level, words = ports_of(capsys, port, client)
+        assert level == "ok", words
+        assert (
+            f"client port {client} by the head of fleet '{living_node.fleet}' (version {__version__})"
+            in words
+        )
+        assert "end that program" not in words
+
+
+def test_a_node_whose_pair_of_ports_overlaps_is_recognised(
+    living_node: LocalRing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = living_node.nodes[0].port
+    for wanted, words in ((port - 1, f"data port {port}"), (port + 1, f"control port {port + 1}")):
+        level, said = ports_of(capsys, wanted, free_ports())
+        assert level == "ok", said
+        assert f"{words} by a node of fleet '{living_node.fleet}'" in said
+        assert "a second node on this PC needs --port" in said
+
+
+def test_what_is_no_node_of_ours_stays_in_the_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cascadia_p2p.doctor.examine._ASK_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = silent.getsockname()[1]
+        level, words = ports_of(capsys, free_ports(), client)
+        assert level == "fail"
+        assert f"client port {client} on 127.0.0.1 is in use" in words
+        assert "end that program" in words
+        level, words = ports_of(capsys, client, free_ports())
+        assert level == "fail"
+        assert f"control port {client} on 127.0.0.1 is in use" in words
 
 
 def test_a_damaged_model_and_one_that_does_not_fit_fail(

@@ -9,6 +9,7 @@ import pytest
 
 from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.interfaces import Address
+from cascadia_p2p.doctor.examine import _holders
 from cascadia_p2p.doctor.finding import Level
 from cascadia_p2p.doctor.key import check_key
 from cascadia_p2p.doctor.peers import check_peer
@@ -45,6 +46,23 @@ def test_a_key_is_looked_for_and_judged(tmp_path: Path) -> None:
 
 
 FLEET, OTHER = KeyPair.new(), KeyPair.new()
+
+
+def test_a_node_whose_door_is_closed_holds_its_ports_all_the_same(tmp_path: Path) -> None:
+    async def scenario() -> dict[int, str]:
+        with Network(Keys(FLEET, FLEET.public, lambda _domain, key: key == FLEET.public)) as network:
+            server = ControlServer(network, "127.0.0.1", 0)
+            reading = asyncio.create_task(server.receive())
+            here = config(tmp_path, port=server.endpoint.port, client_port=0)
+            found = await _holders(here, LOOPBACK, None)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            server.close()
+        return {port - here.port: words for port, words in found.items()}
+
+    found = asyncio.run(scenario())
+    assert "door is closed" in found[0]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

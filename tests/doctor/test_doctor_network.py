@@ -156,6 +156,11 @@ def test_exo_21_a_port_in_use_is_named_with_its_flag() -> None:
         taken.bind(("127.0.0.1", client))
         taken.listen()
         assert "--client-port" in ports_finding(port, client).message
+        ours = ports_finding(port, client, {client: "the head of fleet 'x'"})
+        assert ours.message == (
+            f"in use as they should be: client port {client} by the head of fleet 'x'; a head of another "
+            "fleet on this PC needs --client-port"
+        )
 
 
 def test_an_address_of_another_machine_can_not_be_bound() -> None:

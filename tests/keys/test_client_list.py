@@ -109,6 +109,12 @@ def test_names_are_issued_once_and_can_be_issued_again_after_withdrawal() -> Non
     again = clients.revoke("alice").issue("alice", POOL[1])
     assert again.admitted == {POOL[1]}
     assert again.version == 3
+    with pytest.raises(UsageError, match=r"the list has alice$"):
+        again.revoke("bob")
+    with pytest.raises(UsageError, match=r"the list has eve, alice \(withdrawn\)$"):
+        again.revoke("alice").issue("eve", POOL[2]).revoke("bob")
+    with pytest.raises(UsageError, match="the list has nobody"):
+        ClientList().revoke("bob")
 
 
 def test_a_full_list_takes_no_more_and_still_fits_a_message() -> None:

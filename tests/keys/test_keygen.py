@@ -89,6 +89,27 @@ def test_a_clients_key_is_issued_listed_and_withdrawn(home: Path, capsys: Captur
     assert "key of client 'alice'" in capsys.readouterr().err
 
 
+def test_a_withdrawn_key_that_is_in_the_way_is_named_as_one(home: Path, capsys: Capture) -> None:
+    keygen()
+    assert keygen("--client", "alice") == 0
+    issued = home / "alice.client.key"
+    before = issued.read_bytes()
+    assert keygen("--client", "bob", "--out", issued) == 1
+    said = capsys.readouterr().err
+    assert "alice.client.key is there already" in said
+    assert "the withdrawn key" not in said
+    assert keygen("--revoke", "alice") == 0
+    assert keygen("--client", "alice") == 1
+    said = capsys.readouterr().err
+    assert "alice.client.key, the withdrawn key of 'alice', is there already and is not written over" in said
+    assert "move it away, or name another file with --out FILE" in said
+    assert issued.read_bytes() == before
+    assert keygen("--client", "alice", "--out", home / "new.key") == 0
+    (home / "carol.client.key").write_text("no key")
+    assert keygen("--client", "carol") == 1
+    assert "carol.client.key is there already" in capsys.readouterr().err
+
+
 def test_a_node_that_does_not_answer_is_named_and_the_key_is_issued(capsys: Capture) -> None:
     keygen()
     assert keygen("--client", "alice", "--peer", "127.0.0.1:9") == 0

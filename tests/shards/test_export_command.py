@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cascadia_p2p.cli import export as command
+from cascadia_p2p.cli import main
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.shards.export import bytes_in_words
 from cascadia_p2p.shards.manifest import Manifest
@@ -43,6 +44,26 @@ def test_flags_are_judged_before_the_checkpoint_is_read(tmp_path: Path) -> None:
         run(tmp_path / "absent", tmp_path / "out", "--shards", "2", "--attenuate", "8")
     with pytest.raises(UsageError, match="--split has 'six' at place 1"):
         run(tmp_path / "absent", tmp_path / "out", "--split", "six")
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_of_usage_with_all_that_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sentence = (
+        "cascadia-p2p: {} does not exist: expected the directory of a checkpoint, with its config.json, a "
+        ".gguf file, or a name that 'cascadia-p2p pull' knows: smollm2-135m{}\n"
+    )
+    for flags in ((), ("--list-files",)):
+        assert main(["export", "smollm3", "out", "--shards", "3", "--no-key", *flags]) == 2
+        assert capsys.readouterr().err == sentence.format("smollm3", "; did you mean smollm2-135m?")
+    assert main(["export", "there/is/nothing", "out", "--shards", "3", "--no-key"]) == 2
+    assert capsys.readouterr().err == sentence.format("there/is/nothing", "")
+
+
+def test_an_error_comes_without_an_empty_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--shards", "3", "--no-key"]) == 1
+    assert capsys.readouterr().err.startswith("cascadia-p2p: ")
 
 
 def test_ctrl_c_says_that_the_export_can_go_on(
