@@ -9,7 +9,9 @@ import sys
 
 import orjson
 from pydantic import JsonValue
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from cascadia_p2p.client import Client, node_keys
@@ -25,6 +27,9 @@ from cascadia_p2p.wire.work import read_work
 ANSWER_S = 3.0
 WORK_S = 1.0
 """How long each node has to say where its time goes, in seconds."""
+
+COLUMNS = ("stage", "shard", "state", "node", "control", "frames in", "out", "heard")
+"""Titles of the table of nodes, of which only states may go on in a second line: people copy the others."""
 
 SLOW = 1.5
 """Times what the other stages take, from which on a stage is named."""
@@ -141,31 +146,35 @@ def _ask_head(endpoint: Endpoint, config: Config, timeout_s: float) -> dict[str,
 
 
 def _show(body: dict[str, JsonValue]) -> None:
-    console = Console(highlight=False)
+    console, table = Console(highlight=False, markup=False, emoji=False, soft_wrap=True), _nodes(body)
     epoch = body.get("epoch")
     counter = f", epoch {epoch['counter']}" if isinstance(epoch, dict) else ""
     console.print(
-        f"fleet '{body.get('fleet')}', model '{body.get('model')}': ring {body.get('state')}{counter}",
-        markup=False,
+        f"fleet '{body.get('fleet')}', model '{body.get('model')}': ring {body.get('state')}{counter}"
     )
     if body.get("waiting_for"):
-        console.print(f"waiting for {body['waiting_for']}", markup=False)
+        console.print(f"waiting for {body['waiting_for']}")
     if body.get("paused"):
-        console.print(f"no new requests start: {body['paused']}", markup=False)
+        console.print(f"no new requests start: {body['paused']}")
     served = [str(node["client"]) for node in _rows(body, "nodes") if node.get("client")]
     if served:
-        console.print(f"clients are served at {', '.join(served)}", markup=False)
-    console.print(_nodes(body))
+        console.print(f"clients are served at {', '.join(served)}")
+    _fit(console, table)
+    console.print(table, soft_wrap=False)
     for node in _in_order(body):
         if node.get("claim") in ("loaded", "serving"):
-            console.print(_work(node), markup=False, soft_wrap=True)
-    for sentence in _ring_words(body):
-        console.print(sentence, markup=False, soft_wrap=True)
-    for sentence in (*_refused_words(body), *journal_words(body)):
-        console.print(sentence, markup=False, soft_wrap=True)
+            console.print(_work(node))
+    for sentence in (*_ring_words(body), *_refused_words(body), *journal_words(body)):
+        console.print(sentence)
     requests = body.get("requests")
     if isinstance(requests, dict):
         console.print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in requests.items()))
+
+
+def _fit(console: Console, table: Table) -> None:
+    """Widen the console to what the table needs, in which a terminal may break states."""
+    needed = Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+    console.width = max(console.width, needed.minimum if console.file.isatty() else needed.maximum)
 
 
 def _refused_words(body: dict[str, JsonValue]) -> list[str]:
@@ -216,13 +225,11 @@ def journal_words(body: dict[str, JsonValue]) -> list[str]:
 
 def _nodes(body: dict[str, JsonValue]) -> Table:
     stages = {str(row["node"]): row for row in _rows(body, "stages")}
-    table = Table(box=None, pad_edge=False)
-    for title in ("stage", "shard", "state", "node", "control", "frames in", "out", "heard"):
-        table.add_column(title, overflow="fold")
+    rows = []
     for node in _in_order(body):
         stage = stages.get(str(node.get("node")), {})
         heard = node.get("heard_s")
-        table.add_row(
+        row = (
             _text(stage.get("stage")),
             _text(node.get("shard")),
             _state(node),
@@ -232,6 +239,13 @@ def _nodes(body: dict[str, JsonValue]) -> Table:
             _text(stage.get("frames_out")),
             f"{heard:.1f} s ago" if isinstance(heard, float) and heard else "",
         )
+        rows.append(row)
+    table = Table(box=None, pad_edge=False)
+    for title, *cells in zip(COLUMNS, *rows, strict=True):
+        whole = None if title == "state" else max(map(cell_len, (title, *cells)))
+        table.add_column(title, overflow="fold", no_wrap=whole is not None, min_width=whole)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -264,15 +264,14 @@ def warm_up(progress: Progress | None = None) -> None:
     if not needed:
         return
     # Loading needs no lock between processes: files appear whole or not at all.
-    stored = all(item.dispatcher._cache.exists() for item in needed)
-    if not stored:
-        seconds = _KERNEL_S * len(needed)
+    missing = sum(not item.dispatcher._cache.exists() for item in needed)
+    if missing:
         message = (
-            f"compiling {len(needed)} kernels for this PC's processor, about {seconds:.0f} s, "
-            "once for every version"
+            f"compiling {missing} {'kernel' if missing == 1 else 'kernels'} for this PC's processor, "
+            f"about {_KERNEL_S * missing:.0f} s; later starts that need the same ones load them"
         )
-        _log.info("kernels_compiling", message=message, kernels=len(needed))
-    with _one_thread, contextlib.nullcontext() if stored else _compiler_lock():
+        _log.info("kernels_compiling", message=message, kernels=missing)
+    with _one_thread, _compiler_lock() if missing else contextlib.nullcontext():
         for done, item in enumerate(needed, 1):
             # Another thread may have been first.
             if not item.ready:

@@ -542,6 +542,8 @@ class Node:
             _log.warning("no_network", message=self._places.address.warning)
         if self._places.door.warning:
             _log.warning("insecure", message=self._places.door.warning)
+        if self._places.context_warning:
+            _log.warning("context_cut", message=self._places.context_warning)
         _log.info(
             "node_started",
             message=f"node {profile.node} of fleet '{profile.fleet}', model '{profile.model}': control at "

@@ -116,6 +116,8 @@ class Places:
         client_port: to be bound when this node becomes the head.
         promise: what this node offers to hold.
         metrics: listens for those who read the node's metrics; None when nobody shall.
+        context_warning: a sentence to say at the start where a longer context was asked for than the model
+            has; else empty.
     """
 
     identity: Identity
@@ -129,6 +131,7 @@ class Places:
     client_port: int
     promise: Promise
     metrics: socket.socket | None = None
+    context_warning: str = ""
 
     @classmethod
     @contextlib.contextmanager
@@ -165,6 +168,7 @@ class Places:
                 *(identity, model, address, door, network, control, transport, receiver, client_port),
                 promise=promise,
                 metrics=metrics,
+                context_warning=_context_warning(config, model.config.context),
             )
 
     def profile(self, config: Config) -> NodeProfile:
@@ -197,6 +201,16 @@ class Places:
             pid=os.getpid(),
             shard=config.shard,
         )
+
+
+def _context_warning(config: Config, longest: int) -> str:
+    # The default is nobody's wish: many models have less.
+    if config.context <= longest or (source := config.source("context")) == "default":
+        return ""
+    return (
+        f"the model was made for {longest} positions, fewer than the {config.context} of {source}: a stream "
+        f"has room for {longest} and longer requests are refused; use --context {longest}"
+    )
 
 
 def _listen_for_scrapers(config: Config) -> socket.socket | None:

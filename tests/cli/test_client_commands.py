@@ -23,7 +23,7 @@ from fixtures.reference import load_case
 
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import COMMANDS
-from cascadia_p2p.cli.status import journal_words
+from cascadia_p2p.cli.status import _show, journal_words
 
 CASE = load_case("tiny12-eos")
 STOPPED = CASE.prompts[1]
@@ -263,7 +263,7 @@ def test_status_text_is_for_people(run: Run, ring: StandingRing, at: tuple[str, 
     assert len(lines) == 2
     assert f"clients are served at {ring.endpoint}" in done.out
     for member in ring.fleet.members:
-        assert str(member.control) in done.out.replace("\n", "")
+        assert str(member.control) in done.out
     assert "finished" in done.out
 
 
@@ -283,6 +283,32 @@ def test_rpc_07_status_says_that_loading_does_not_get_on(run: Run, monkeypatch: 
 
     assert "loading 40%, stalled" in asyncio.run(shown(True))
     assert "loading 40%  " in asyncio.run(shown(False))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_status_never_breaks_an_address(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    controls = ("10.91.0.1:7610", "10.91.0.222:65432", "[fd00::1234:5678:9abc:def0]:7610")
+    nodes: list[Any] = [
+        {"node": f"{i}a" * 8, "host": "desk-with-a-name", "shard": i, "control": control, "heard_s": 12.5}
+        | {"claim": "loading", "progress": 0.86, "standby": i == 1, "client": control}
+        for i, control in enumerate(controls)
+    ]
+    body: Any = {"fleet": "f", "model": "m", "state": "open", "nodes": nodes}
+    if terminal:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    _show(body)
+    lines = capsys.readouterr().out.splitlines()
+    for node in nodes:
+        name = f"desk-with-a-name/{node['node'][:8]}"
+        assert sum(name in line and f" {node['control']} " in line for line in lines) == 1
+    assert f"clients are served at {', '.join(controls)}" in lines
+    words = "loading, standby 86%"
+    assert any(words in line for line in lines) or terminal
+    assert not terminal or any("loading, " in line and "standby" not in line for line in lines)
 
 
 def test_help_of_every_command_names_its_flags(run: Run) -> None:

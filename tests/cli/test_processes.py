@@ -115,6 +115,27 @@ def test_ctrl_c_while_loading_or_alone_ends_at_once(process: Start, shards: Shar
     assert free((port, port + 1))
 
 
+def test_a_longer_context_than_the_models_own_is_said_once(
+    process: Start, shards: Shards, tmp_path: Path
+) -> None:
+    model, port = shards("tiny12", (12,)), free_ports()
+    longest = json.loads((model / "manifest.json").read_text())["config"]["max_position_embeddings"]
+
+    def warnings(*flags: object) -> list[str]:
+        node = join(process, model, tmp_path, port, "--slots", 1, *flags)
+        said = events(lines(node, '"ring_open"'))
+        node.send_signal(signal.SIGINT)
+        said += events(node.communicate(timeout=20)[1].splitlines())
+        assert node.returncode == 130
+        return [each["message"] for each in said if each["event"] == "context_cut"]
+
+    assert warnings("--context", longest + 1) == [
+        f"the model was made for {longest} positions, fewer than the {longest + 1} of flag --context: a "
+        f"stream has room for {longest} and longer requests are refused; use --context {longest}"
+    ]
+    assert warnings("--context", longest) == []
+
+
 def test_ctrl_c_in_generate_ends_with_130_and_the_head_stops_working_for_it(
     process: Start, shards: Shards, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,21 @@ def test_an_edit_anywhere_in_the_kernels_makes_old_code_unreachable(home: Path) 
 def test_without_a_writable_cache_kernels_still_compile(home: Path) -> None:
     (home / "cascadia-p2p").write_text("a file where the directory should be")
     assert finish(start(home))[:2] == (True, 1.0)
+
+
+def test_what_is_said_of_compiling_counts_what_the_cache_lacks(home: Path) -> None:
+    def said() -> list[str]:
+        out, err = (process := start(home)).communicate(timeout=100)
+        assert process.returncode == 0, err
+        return re.findall(r"compiling \d+ kernels? .*, about \d+ s", out)
+
+    place = "for this PC's processor"
+    assert said() == [f"compiling 3 kernels {place}, about 4 s"]
+    assert said() == []
+    for file in home.rglob("*_embed-*.nbi"):
+        file.unlink()
+    assert said() == [f"compiling 1 kernel {place}, about 2 s"]
+    assert said() == []
 
 
 THREADS = """
