@@ -7,6 +7,7 @@ CascadiaError (1)
 ├── MismatchError (5)       another version, fleet or model
 ├── UnreachableError (6)    nobody answers there
 │   ├── NotAdmittedError (6)    its door is closed to this program: no key, another one, or a withdrawn one
+│   ├── NoHeadError (6)         no head at an address that was given
 │   ├── HeadLostError (6)       the head went away before its reply
 │   └── LateReplyError (6)      the time for a reply is over
 ├── CheckpointError (1)     a source checkpoint is not what it should be
@@ -73,6 +74,19 @@ class UnreachableError(CascadiaError):
 
 class NotAdmittedError(UnreachableError):
     """What listens there does not let this program in, or would speak with it in the clear only."""
+
+
+class NoHeadError(UnreachableError):
+    """No head answers at an address.
+
+    Args:
+        what: the address, and why not.
+        advice: what a client does then.
+    """
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}; {advice}")
+        self.what = what
 
 
 class HeadLostError(UnreachableError):

@@ -18,7 +18,14 @@ from cascadia_p2p.client import Client, node_keys
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.interfaces import nearest
 from cascadia_p2p.discovery.lookup import find_nodes_sync
-from cascadia_p2p.errors import NotAdmittedError, RequestError, UnreachableError, UsageError, WireError
+from cascadia_p2p.errors import (
+    NoHeadError,
+    NotAdmittedError,
+    RequestError,
+    UnreachableError,
+    UsageError,
+    WireError,
+)
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.types import Endpoint
@@ -72,6 +79,8 @@ def _with_work(body: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonV
         counted = answer.get("data_thread")
         node["work"] = counted.get("work") if isinstance(counted, dict) else None
         node["engine"] = answer.get("engine")
+        if answer.get("closed"):
+            node["closed"] = True
     return body
 
 
@@ -82,6 +91,8 @@ async def _ask_all(nodes: list[dict[str, JsonValue]], keys: Keys | None) -> list
 async def _ask_one(node: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonValue]:
     try:
         return await ask_node(Endpoint.parse(str(node.get("control"))), WORK_S, keys)
+    except NotAdmittedError:
+        return {"closed": True}
     except (UnreachableError, UsageError):
         return {}
 
@@ -133,6 +144,10 @@ def _ask_endpoint(
     """A head's client port, or any node's control port."""
     try:
         return _ask_head(endpoint, config, timeout_s)
+    except NoHeadError as error:
+        raise UnreachableError(
+            f"{error.what}; a node listens at the address that its console names"
+        ) from None
     except (RequestError, NotAdmittedError) as error:
         # So a control port answers what clients ask: in words, or by its lock.
         if isinstance(error, NotAdmittedError) and keys is None:
@@ -263,6 +278,8 @@ def _work(node: dict[str, JsonValue]) -> str:
     """One node's engine, and where its time goes since its shard was loaded."""
     line = f"{node.get('host')}/{str(node.get('node'))[:8]} ({_engine(node)}): "
     work = read_work(node.get("work"))
+    if work is None and node.get("closed"):
+        return f"{line}only the fleet's own key opens it, and shows where its time goes"
     if work is None:
         return f"{line}it does not say where its time goes"
     if not work.frames:

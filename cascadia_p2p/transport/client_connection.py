@@ -14,7 +14,7 @@ from typing import Final
 
 import zmq
 
-from cascadia_p2p.errors import HeadLostError, LateReplyError, NotAdmittedError, UnreachableError
+from cascadia_p2p.errors import HeadLostError, LateReplyError, NoHeadError, NotAdmittedError, UnreachableError
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.looping import (
     Delivery,
@@ -98,8 +98,8 @@ def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str |
 
 
 def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
-    return UnreachableError(
-        f"no head node answers at {endpoint}: {reason}; check the address and 'cascadia-p2p status'"
+    return NoHeadError(
+        f"no head node answers at {endpoint}: {reason}", "check the address and 'cascadia-p2p status'"
     )
 
 

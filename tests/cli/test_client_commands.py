@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.conftest import Run
+from cli.conftest import Outcome, Run
 from cluster.conftest import Shards
 from cluster.standing import StandingRing, standing_ring
 from doctor.doctor_world import speaking_node
@@ -24,6 +24,9 @@ from fixtures.reference import load_case
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import COMMANDS
 from cascadia_p2p.cli.status import _show, journal_words
+from cascadia_p2p.transport.control import ControlServer
+from cascadia_p2p.transport.curve import KeyPair, Keys
+from cascadia_p2p.transport.network import Network
 
 CASE = load_case("tiny12-eos")
 STOPPED = CASE.prompts[1]
@@ -172,7 +175,13 @@ def test_stk_10_an_absent_head_is_said_within_the_connect_timeout(
         assert (done.code, done.out) == (6, "")
         assert f"answers at {absent.removeprefix('tcp://')}" in done.err
         assert "nothing listens there" in done.err
-        assert "check the address" in done.err
+        advice = (
+            "a node listens at the address that its console names"
+            if command[0] == "status"
+            else ("check the address and 'cascadia-p2p status'")
+        )
+        assert advice in done.err
+        assert ("'cascadia-p2p status'" in done.err) == (command[0] != "status")
         # Once at full length is enough.
         monkeypatch.setattr("cascadia_p2p.client.CONNECT_S", 0.5)
 
@@ -309,6 +318,35 @@ def test_status_never_breaks_an_address(
     words = "loading, standby 86%"
     assert any(words in line for line in lines) or terminal
     assert not terminal or any("loading, " in line and "standby" not in line for line in lines)
+
+
+def test_status_says_which_key_opens_a_node_that_is_closed_to_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    fleet = KeyPair.new()
+    door = Keys(fleet, fleet.public, lambda _domain, key: key == fleet.public)
+
+    async def shown() -> Outcome:
+        with Network(door) as network:
+            closed = ControlServer(network, "127.0.0.1", 0)
+            reading = asyncio.create_task(closed.receive())
+            rows: Any = [
+                {"node": "ab" * 8, "host": "desk-1", "claim": "serving"},
+                {"node": "cd" * 8, "host": "desk-2", "claim": "serving", "control": str(closed.endpoint)},
+            ]
+            body: Any = {"node": "ab" * 8, "fleet": "f", "model": "m", "state": "open", "nodes": rows}
+            async with speaking_node(body) as endpoint:
+                done = await asyncio.to_thread(run, "status", "--peer", endpoint)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            closed.close()
+        return done
+
+    done = asyncio.run(shown())
+    assert done.code == 0
+    assert re.search(r"desk-1/abababab .*it does not say where its time goes", done.out)
+    assert re.search(r"desk-2/cdcdcdcd .*only the fleet's own key opens it", done.out)
 
 
 def test_help_of_every_command_names_its_flags(run: Run) -> None:
