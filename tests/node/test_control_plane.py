@@ -1,0 +1,76 @@
+"""Connections to peers: what their ends tell of the nodes behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cascadia_p2p.node.control import ControlPlane
+from cascadia_p2p.node.door import Door
+from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard
+from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
+from cascadia_p2p.transport.network import Network
+from cascadia_p2p.types import Instance, NodeId
+from cascadia_p2p.wire.messages import StatusQuery, encode
+
+NODE = NodeId("ab" * 8)
+OLD, NEW = Instance("01" * 8), Instance("02" * 8)
+DEADLINE_S = 10.0
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["has_ended", "listens"])
+def test_a_later_instance_that_was_not_dialled_yet_is_lost_when_its_port_refuses(there: bool) -> None:
+    """It has dialled this node; where this node had dialled the one before it, nobody listens."""
+    events: list[Event] = []
+
+    async def until(event: type[Event], instance: Instance | None = None) -> Event:
+        while True:
+            for each in events:
+                if isinstance(each, event) and instance in (None, getattr(each, "instance", None)):
+                    return each
+            await asyncio.sleep(0.005)
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        door = Door(None, None, "office", Path("/nowhere"))
+        plane = ControlPlane(network, server, door, StatusQuery, events.append, lambda task: None)
+        plane.start()
+        peer = ControlServer(network, "127.0.0.1", 0)
+        address = peer.endpoint
+        plane.dial(address, lasting=True)
+        call = await peer.receive()
+        (link,) = plane._dialled
+        peer.reply(call.identity, encode(StatusQuery()))
+        await until(Heard)
+        plane.route(link, NODE, OLD)
+        peer.close()
+        await until(ConnectionLost, OLD)
+        await until(ConnectionRefused, OLD)
+        plane.drop_peer(NODE, OLD)
+        events.clear()
+        later = ControlServer(network, address.host, address.port) if there else None
+        dialer = ControlDialer(network, server.endpoint)
+        while await dialer.receive() is not Dial.CONNECTED:
+            pass
+        dialer.send(encode(StatusQuery()))
+        heard = await until(Heard)
+        assert isinstance(heard, Heard)
+        plane.route(heard.link, NODE, NEW)
+        if later is None:
+            assert await until(ConnectionRefused, NEW) == ConnectionRefused(NODE, NEW, address)
+        else:
+            await later.receive()
+            await asyncio.sleep(0.2)
+            assert not [each for each in events if isinstance(each, ConnectionRefused)]
+            later.close()
+        dialer.close()
+        await plane.close()
+
+    async def bounded() -> None:
+        with Network() as network:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(network)
+
+    asyncio.run(bounded())
