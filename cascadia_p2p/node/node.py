@@ -48,13 +48,7 @@ from cascadia_p2p.ring.scheduler import Scheduler, Update
 from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire import PROTOCOL
-from cascadia_p2p.wire.messages import (
-    Clients,
-    Journal,
-    JournalAck,
-    StatusQuery,
-    StatusReport,
-)
+from cascadia_p2p.wire.messages import Clients, Journal, JournalAck, StatusQuery, StatusReport
 
 T = TypeVar("T")
 

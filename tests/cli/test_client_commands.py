@@ -149,7 +149,7 @@ def test_generate_prints_scores_beside_the_answer(run: Run, at: tuple[str, str])
         (("",), 2, "'prompt' is empty"),
         (("--token-ids", "1,280"), 2, "holds 280: this model's ids are 0 to 279"),
         (("--token-ids", "-1"), 2, "'token_ids[0]' should be greater than or equal to 0, and is -1"),
-        (("--token-ids", ",".join(["5"] * 301)), 1, "300 a stream: shorten it, or start the nodes with"),
+        (("--token-ids", ",".join(["5"] * 301)), 1, "prompt is 301 tokens; this ring holds 300 a stream"),
     ],
 )
 def test_generate_refuses_in_one_sentence(

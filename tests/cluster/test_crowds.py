@@ -118,7 +118,7 @@ def test_a_place_in_the_queue_is_told_and_then_the_answer_comes(ring: StandingRi
             replies.append(json.loads(waits.recv_multipart()[-1]))
         assert replies[0] in ({"id": "w", "queued": 2}, {"id": "w", "queued": 1})
         assert replies[-1]["token_ids"] == list(CASE.prompts[1].generated[:5])
-        assert replies[-1]["timings"]["queue_s"] > 0
+        assert replies[-1]["timings"]["queue_s"] > 0.05
         for _ in range(SLOTS + 1):
             busy.recv_multipart()
     rest(ring)

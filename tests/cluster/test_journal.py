@@ -61,13 +61,16 @@ def seen(dealer: zmq.Socket[bytes], count: int) -> list[int]:
     return ids
 
 
-def read_scored(client: Endpoint, begun: threading.Event) -> tuple[list[TokenScore], GenerateReply]:
-    """An answer with logprobs, in pieces."""
+def read_scored(
+    client: Endpoint, begun: threading.Event, notices: list[str]
+) -> tuple[list[TokenScore], GenerateReply]:
+    """An answer with logprobs, in pieces, and what is said between them."""
     scores: list[TokenScore] = []
     with Client(client, timeout_s=PATIENCE_S) as asking:
         answer = asking.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True, logprobs=2)
         for piece in answer:
             scores += piece.logprobs or ()
+            notices += [] if piece.notice is None else [piece.notice]
             if len(scores) >= SEEN:
                 begun.set()
         return scores, answer.reply
@@ -93,7 +96,8 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
             assert unread.poll(1000 * PATIENCE_S)
             until(lambda: not status(client)["journal"]["told"][0]["unread_bytes"], "the standby knows all")
             begun = threading.Event()
-            scored = pool.submit(read_scored, client, begun)
+            notices: list[str] = []
+            scored = pool.submit(read_scored, client, begun, notices)
             with_library = pool.submit(whole, client)
             send(dealer, running, **drawn)
             before = seen(dealer, SEEN)
@@ -109,6 +113,7 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
             assert pieces[0]["token_ids"][: len(before)] == before, "by no other seed, and at once"
             assert [each for piece in pieces for each in piece.get("token_ids", ())] == last["token_ids"]
         scores, reply = scored.result(PATIENCE_S)
+        assert sum("the connection to the head was lost" in each for each in notices) == 1, notices
         greedy = with_library.result(PATIENCE_S)
         right = whole(client, logprobs=2)
         assert greedy.token_ids == reply.token_ids == right.token_ids

@@ -127,7 +127,8 @@ def test_a_standby_that_holds_less_than_is_in_use_does_not_take_over(
             await ring.until(lambda: head.node.status()["requests"]["pending"] == 16, "some run")
             await die(holder)
             await ring.until(lambda: head.node.status()["missing"] == [1], "the loss is noticed")
-            await ring.until(lambda: "are in use" in str(head.node.status()["waiting_for"]), "why it waits")
+            await asyncio.sleep(0.5)
+            assert "are in use" in str(head.node.status()["waiting_for"])
             await ring.start(model, shard=1)
             assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * 16
 
@@ -225,7 +226,6 @@ def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
             await ring.until(lambda: spare.state == "standby", "a standby of the head")
             ids: list[int] = []
             numbers: list[int] = []
-            notices: list[str] = []
             async with AsyncClient(head.client, timeout_s=60.0) as client:
                 whole = client.generate(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)
                 answer = client.stream(PROMPT.ids, max_tokens=LENGTH, ignore_eos=True, **options)  # type: ignore[arg-type]
@@ -233,12 +233,8 @@ def test_when_the_head_dies_its_standby_goes_on_with_the_answers(
                 async for piece in answer:
                     ids += piece.token_ids
                     numbers.append(piece.seq)
-                    notices += [piece.notice] if piece.notice is not None else []
                     if len(ids) >= 20 and not head.task.done():
                         await die(head)
-                assert [each for each in notices if "the connection to the head was lost" in each] == notices[
-                    :1
-                ]
                 assert answer.reply.token_ids == tuple(ids)
                 assert len(ids) == LENGTH
                 assert numbers == list(range(1, len(numbers) + 1))
