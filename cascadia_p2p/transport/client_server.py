@@ -133,7 +133,7 @@ class ClientServer:
         self._due = 0.0
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()
-        self._ended: set[int] = set()
+        self._ended: dict[int, bool] = {}
         self._guarded: set[tuple[str, int]] = set()
         self._keys: dict[int, bytes] = {}
         self._serial = 0
@@ -219,7 +219,7 @@ class ClientServer:
             if event.event == zmq.Event.ACCEPTED:
                 self._end(event)
                 self.meter.opened(event.value, time.monotonic())
-                self._ended.discard(event.value)
+                self._ended.pop(event.value, None)
                 self._open[event.value] = self._next()
                 if len(self._open) > self.limit:
                     self._surplus.add(self._open[event.value])
@@ -233,8 +233,8 @@ class ClientServer:
         connection = self._open.pop(event.value, None)
         self.meter.closed(event.value)
         if connection is not None:
+            self._ended[event.value] = connection in self._surplus
             self._surplus.discard(connection)
-            self._ended.add(event.value)
             self._waiting.append(ClientGone(connection))
 
     def _admitted(self, key: bytes | None) -> bool:
@@ -266,13 +266,15 @@ class ClientServer:
         ended = descriptor in self._ended
         if ended or descriptor is None:
             connection = self._next()
+            surplus = descriptor is not None and self._ended.get(descriptor, False)
         else:
             connection = self._open.setdefault(descriptor, self._serial + 1)
             self._serial = max(self._serial, connection)
+            surplus = connection in self._surplus
         event = read_request(parts, connection)
-        if isinstance(event, ClientCall) and (connection in self._surplus or key is not None):
+        if isinstance(event, ClientCall) and (surplus or key is not None):
             client = "" if key is None else key.decode()
-            event = replace(event, surplus=connection in self._surplus, client=client)
+            event = replace(event, surplus=surplus, client=client)
         self.faults += isinstance(event, ClientFault)
         self._waiting.append(event)
         if ended:

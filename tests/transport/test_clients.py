@@ -533,29 +533,52 @@ def test_one_client_too_many_is_told_so_and_none_is_served_beyond(monkeypatch: p
             assert server.reply(event.route, b"seen") is Delivery.SENT
             served.append(event.surplus)
         assert served == [False, False, False, True, True]
-        late = client(network, zmq.DEALER, endpoint, IMMEDIATE=0)
-        late.send_multipart([b"", b"late"])
-        waiting = asyncio.create_task(server.receive())
-        for _ in range(5):
-            # It is cut off again and again, and never served.
-            await asyncio.sleep(0.1)
-            if waiting.done():
-                event = waiting.result()
-                assert isinstance(event, ClientGone) or event.surplus
-                waiting = asyncio.create_task(server.receive())
-        assert dealers[0].recv_multipart(zmq.NOBLOCK)[-1] == b"seen"
-        waiting.cancel()
-        for dealer in (late, *dealers[1:4]):
+        with Network() as elsewhere:
+            late = client(elsewhere, zmq.DEALER, endpoint, IMMEDIATE=0)
+            late.send_multipart([b"", b"late"])
+            waiting = asyncio.create_task(server.receive())
+            for _ in range(5):
+                # It is cut off again and again, and never served.
+                await asyncio.sleep(0.1)
+                if waiting.done():
+                    event = waiting.result()
+                    assert isinstance(event, ClientGone) or event.surplus
+                    waiting = asyncio.create_task(server.receive())
+            assert dealers[0].recv_multipart(zmq.NOBLOCK)[-1] == b"seen"
+            waiting.cancel()
+            late.close()
+        for dealer in dealers[1:4]:
             dealer.close()
         while server.connections > 2:
             await server.receive()
         client(network, zmq.DEALER, endpoint).send_multipart([b"", b"fresh"])
         event = await server.receive()
+        while isinstance(event, ClientGone) or event.surplus:
+            event = await server.receive()
+        assert isinstance(event, ClientCall)
+        assert event.data == b"fresh"
+        assert server.reply(event.route, b"seen") is Delivery.SENT
+        server.close()
+
+    run(scenario)
+
+
+def test_one_client_too_many_is_not_served_even_when_it_left_at_once() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network, limit=1)
+        endpoint = server.bind("127.0.0.1", 0)
+        client(network, zmq.DEALER, endpoint).send_multipart([b"", b"first"])
+        assert (await server.receive()).surplus is False
+        with Network() as elsewhere:
+            late = client(elsewhere, zmq.DEALER, endpoint)
+            late.send_multipart([b"", b"late"])
+            late.close(linger=1000)
+        await asyncio.sleep(0.2)
+        event = await server.receive()
         while isinstance(event, ClientGone):
             event = await server.receive()
         assert isinstance(event, ClientCall)
-        assert (event.data, event.surplus) == (b"fresh", False)
-        assert server.reply(event.route, b"seen") is Delivery.SENT
+        assert (event.data, event.surplus) == (b"late", True)
         server.close()
 
     run(scenario)
