@@ -20,7 +20,7 @@ from cascadia_p2p.doctor.key import check_key
 from cascadia_p2p.doctor.memory import check_bandwidth, check_memory
 from cascadia_p2p.doctor.model import check_model
 from cascadia_p2p.doctor.multicast import check_multicast, probe_multicast
-from cascadia_p2p.doctor.network import check_firewall, check_interfaces, check_ports, check_usb
+from cascadia_p2p.doctor.network import PortHolder, check_firewall, check_interfaces, check_ports, check_usb
 from cascadia_p2p.doctor.peers import Met, check_fleet, check_peer, check_versions
 from cascadia_p2p.doctor.power import check_clock, check_power
 from cascadia_p2p.doctor.processor import check_processor
@@ -139,20 +139,20 @@ async def _ports(config: Config, host: Host, address: Address, keys: Keys | None
     return findings if address.loopback else [*findings, *check_firewall(host, config)]
 
 
-async def _holders(config: Config, address: Address, keys: Keys | None) -> dict[int, str]:
-    """Ports that a node of ours on this PC holds, whatever its control port is, and by whom in words."""
-    found: dict[int, str] = {}
+async def _holders(config: Config, address: Address, keys: Keys | None) -> dict[int, PortHolder]:
+    """Ports that a node on this PC holds, whatever its control port is."""
+    found: dict[int, PortHolder] = {}
     wanted = {config.port, config.port + 1} if config.port else set()
     # Either port of a pair may be the other one of a node that is there.
     for control in (config.port, config.port + 1, config.port - 1):
         if {control, control + 1} & wanted - found.keys() and _taken(address.ip, control):
-            words = await _node_at(Endpoint(address.ip, control), keys)
-            if words is not None:
-                found |= {control: words, control + 1: words}
+            holder = await _node_at(Endpoint(address.ip, control), keys)
+            if holder is not None:
+                found |= {control: holder, control + 1: holder}
     if config.client_port and _taken(address.ip, config.client_port):
-        words = await _head_at(config.client_port)
-        if words is not None:
-            found[config.client_port] = words
+        holder = await _head_at(config.client_port)
+        if holder is not None:
+            found[config.client_port] = holder
     return found
 
 
@@ -164,18 +164,18 @@ def _taken(ip: str, port: int) -> bool:
     return False
 
 
-async def _node_at(control: Endpoint, keys: Keys | None) -> str | None:
-    """The node whose control port this is, in words; None when nothing answers like one."""
+async def _node_at(control: Endpoint, keys: Keys | None) -> PortHolder | None:
+    """The node whose control port this is; None when nothing answers like one."""
     try:
-        return _in_words("a node", await ask_node(control, _ASK_S, keys))
+        return _holder("a node", await ask_node(control, _ASK_S, keys))
     except NotAdmittedError:
-        return "a node whose door is closed to this PC"
+        return PortHolder("a node whose door is closed to this PC")
     except UnreachableError:
         return None
 
 
-async def _head_at(port: int) -> str | None:
-    """The head whose client port this is, in words; None when nothing answers like one."""
+async def _head_at(port: int) -> PortHolder | None:
+    """The head whose client port this is; None when nothing answers like one."""
     # There every head serves its own machine, and asks for no key.
     at = Endpoint("127.0.0.1", port)
     async with AsyncClientConnection(at, connect_timeout_s=_ASK_S) as connection:
@@ -183,8 +183,9 @@ async def _head_at(port: int) -> str | None:
             reply = decode_reply(await connection.request(encode(StatusRequest()), _ASK_S))
         except (UnreachableError, WireError):
             return None
-    return _in_words("the head", reply.status) if isinstance(reply, StatusReply) else None
+    return _holder("the head", reply.status) if isinstance(reply, StatusReply) else None
 
 
-def _in_words(who: str, body: Mapping[str, JsonValue]) -> str:
-    return f"{who} of fleet '{body.get('fleet')}' (version {body.get('software')})"
+def _holder(who: str, body: Mapping[str, JsonValue]) -> PortHolder:
+    fleet = str(body.get("fleet"))
+    return PortHolder(f"{who} of fleet '{fleet}' (version {body.get('software')})", fleet)

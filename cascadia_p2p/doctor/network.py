@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from pydantic import JsonValue
 
@@ -131,8 +131,15 @@ def _absolute(host: Host, path: Path) -> str:
     return str(path) if root == "/" else str(path).removeprefix(root)
 
 
+class PortHolder(NamedTuple):
+    """Who holds a port of this PC and speaks our protocol: in words, and its fleet if it said one."""
+
+    words: str
+    fleet: str | None = None
+
+
 def check_ports(
-    config: Config, ip: str, try_port: Callable[[str, int, str], None], holders: Mapping[int, str]
+    config: Config, ip: str, try_port: Callable[[str, int, str], None], holders: Mapping[int, PortHolder]
 ) -> Iterator[Finding]:
     """That control, data and client port can be bound.
 
@@ -140,7 +147,7 @@ def check_ports(
         config: names the ports.
         ip: address that they are bound at.
         try_port: raises PortError when it can not.
-        holders: who of our own holds a port here, in words.
+        holders: nodes on this PC, by the ports that they hold.
     """
     wanted = (
         ("control", config.port, "--port"),
@@ -154,11 +161,17 @@ def check_ports(
         try:
             try_port(ip, port, flag)
         except PortError as error:
-            if port in holders:
-                ours.append(f"{name} port {port} by {holders[port]}")
+            holder = holders.get(port)
+            if holder is None:
+                problems.append(f"{name} {error}")
+            elif holder.fleet in (None, config.fleet):
+                ours.append(f"{name} port {port} by {holder.words}")
                 flags.add(flag)
             else:
-                problems.append(f"{name} {error}")
+                problems.append(
+                    f"{name} port {port} is held by {holder.words}, and this PC is set to fleet "
+                    f"'{config.fleet}': choose another port with {flag}, or that fleet with --fleet"
+                )
     numbers = ", ".join(f"{name} {port or 'any'}" for name, port, _ in wanted)
     facts: dict[str, JsonValue] = {name: port for name, port, _ in wanted}
     if problems:

@@ -244,6 +244,9 @@ class AnswerDesk:
             self._refuse(request, f"{text}: this model's ids are 0 to {top}")
         if max(request.held, default=0) > top:
             self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
+        if len(request.held) > request.max_tokens:
+            text = f"field 'held' holds {len(request.held)} ids, and 'max_tokens' allows {request.max_tokens}"
+            self._refuse(request, f"{text}: send what came of this answer, with the 'max_tokens' it had")
         if max(ids) > top:
             text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
             self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")

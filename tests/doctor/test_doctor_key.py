@@ -12,6 +12,7 @@ from cascadia_p2p.discovery.interfaces import Address
 from cascadia_p2p.doctor.examine import _holders
 from cascadia_p2p.doctor.finding import Level
 from cascadia_p2p.doctor.key import check_key
+from cascadia_p2p.doctor.network import PortHolder
 from cascadia_p2p.doctor.peers import check_peer
 from cascadia_p2p.keys.places import make_fleet_key
 from cascadia_p2p.transport.control import ControlServer
@@ -49,7 +50,7 @@ FLEET, OTHER = KeyPair.new(), KeyPair.new()
 
 
 def test_a_node_whose_door_is_closed_holds_its_ports_all_the_same(tmp_path: Path) -> None:
-    async def scenario() -> dict[int, str]:
+    async def scenario() -> dict[int, PortHolder]:
         with Network(Keys(FLEET, FLEET.public, lambda _domain, key: key == FLEET.public)) as network:
             server = ControlServer(network, "127.0.0.1", 0)
             reading = asyncio.create_task(server.receive())
@@ -58,10 +59,10 @@ def test_a_node_whose_door_is_closed_holds_its_ports_all_the_same(tmp_path: Path
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             server.close()
-        return {port - here.port: words for port, words in found.items()}
+        return {port - here.port: holder for port, holder in found.items()}
 
     found = asyncio.run(scenario())
-    assert "door is closed" in found[0]
+    assert "door is closed" in found[0].words
     assert found[0] == found[1]
 
 

@@ -17,7 +17,7 @@ from cascadia_p2p.discovery.mdns import Mdns
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.doctor.finding import Finding, Level
 from cascadia_p2p.doctor.multicast import Heard, check_multicast, probe_multicast
-from cascadia_p2p.doctor.network import check_firewall, check_interfaces, check_ports, check_usb
+from cascadia_p2p.doctor.network import PortHolder, check_firewall, check_interfaces, check_ports, check_usb
 from cascadia_p2p.doctor.peers import Met, check_fleet, check_peer, check_versions
 from cascadia_p2p.errors import PortError
 from cascadia_p2p.local import free_ports
@@ -126,7 +126,7 @@ def test_what_is_not_on_usb_is_no_matter(tmp_path: Path) -> None:
 # --- ports and firewall -------------------------------------------------------------------------------
 
 
-def ports_finding(port: int, client: int, holders: dict[int, str] | None = None) -> Finding:
+def ports_finding(port: int, client: int, holders: dict[int, PortHolder] | None = None) -> Finding:
     config = load_config({"port": port, "client_port": client}, environ={})
     (found,) = check_ports(config, "127.0.0.1", require_free, holders or {})
     return found
@@ -149,18 +149,22 @@ def test_exo_21_a_port_in_use_is_named_with_its_flag() -> None:
         assert found.level is Level.FAIL
         assert f"data port {port + 1} on 127.0.0.1 is in use by" in found.message
         assert "choose another with --port" in found.message
-        ours = ports_finding(port, client, {port + 1: "a node of fleet 'x'"})
+        ours = ports_finding(port, client, {port + 1: PortHolder("a node of fleet 'cascadia'", "cascadia")})
         assert ours.level is Level.OK
-        assert f"data port {port + 1} by a node of fleet 'x'" in ours.message
+        assert f"data port {port + 1} by a node of fleet 'cascadia'" in ours.message
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", client))
         taken.listen()
         assert "--client-port" in ports_finding(port, client).message
-        ours = ports_finding(port, client, {client: "the head of fleet 'x'"})
+        ours = ports_finding(port, client, {client: PortHolder("the head of fleet 'cascadia'", "cascadia")})
         assert ours.message == (
-            f"in use as they should be: client port {client} by the head of fleet 'x'; a head of another "
-            "fleet on this PC needs --client-port"
+            f"in use as they should be: client port {client} by the head of fleet 'cascadia'; a head of "
+            "another fleet on this PC needs --client-port"
         )
+        theirs = ports_finding(port, client, {client: PortHolder("the head of fleet 'x'", "x")})
+        assert theirs.level is Level.FAIL
+        assert f"client port {client} is held by the head of fleet 'x', and this PC" in theirs.message
+        assert "fleet 'cascadia': choose another port with --client-port" in theirs.message
 
 
 def test_an_address_of_another_machine_can_not_be_bound() -> None:

@@ -726,6 +726,7 @@ def test_pet_01_an_answer_goes_on_behind_what_its_client_has(cut: int) -> None:
     ("fields", "words_of_it"),
     [
         ({"held": [999]}, "field 'held' holds 999: this model's ids are 0 to 279"),
+        ({"held": [5, 6, 7], "max_tokens": 2}, "field 'held' holds 3 ids, and 'max_tokens' allows 2"),
         ({"held": [1], "logprobs": 1}, "knows logprobs of 0 of these 1 ids, so the answer can not go on"),
         ({"key": "abc"}, "field 'key'"),
     ],
