@@ -155,6 +155,10 @@ class LabRing:
         self.whole()
         answers = self.client.ask(range(self.streams), self.tokens)
         for number, answer in enumerate(answers.wait(PATIENCE_S)):
+            if "ids" not in answer:
+                raise LabError(
+                    f"the undisturbed ring did not answer: {answer['error']}\n{self._last_words()}"
+                )
             self.expected[number] = answer["ids"]
 
     def start(self, host: int, shard: int, *flags: str) -> None:
@@ -192,8 +196,8 @@ class LabRing:
             if status.get("state") == "open" and len(ready) == len(self.nodes):
                 return status
             time.sleep(0.2)
-        last = {host: node.lines[-3:] for host, node in self.nodes.items()}
-        raise LabError(f"the ring is not whole after {patience_s:g} s: {status.get('state')}\n{last}")
+        words = f"the ring is not whole after {patience_s:g} s: {status.get('state')}"
+        raise LabError(f"{words}\n{self._last_words()}")
 
     def serving(self, shard: int) -> int:
         """The host that serves a shard."""
@@ -204,6 +208,9 @@ class LabRing:
         """What any node said, by time."""
         found = [each for node in self.nodes.values() for each in node.said(since, *events)]
         return sorted(found, key=lambda each: each[0])
+
+    def _last_words(self) -> dict[int, list[dict[str, Any]]]:
+        return {host: node.lines[-3:] for host, node in self.nodes.items()}
 
     def _env(self) -> dict[str, str]:
         root = Path(__file__).resolve().parent.parent

@@ -137,7 +137,7 @@ class HeadService:
         self._tasks: list[asyncio.Task[None]] = []
         self._reading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
-        self._outbox = Outbox(server, self._cancel_connection)
+        self._outbox = Outbox(server, lambda route: self._cancel_peer(*route.peer))
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
         self._draining: RequestError | None = None
@@ -282,7 +282,8 @@ class HeadService:
                     case ClientFault():
                         self._refuse(event.route, RequestError(ErrorCode.BAD_REQUEST, event.reason))
                     case ClientGone():
-                        self._cancel_connection(event.connection)
+                        self._outbox.forget(event.connection)
+                        self._cancel_peer(event.connection)
 
     def _take(self, call: ClientCall) -> None:
         route = call.route
@@ -505,9 +506,9 @@ class HeadService:
             self._drop(stream, "the client cancelled this request")
         return True
 
-    def _cancel_connection(self, connection: int) -> None:
-        self._outbox.forget(connection)
-        for stream in self._pending.of_connection(connection):
+    def _cancel_peer(self, connection: int, identity: bytes | None = None) -> None:
+        """Let go of what a connection asked for, or of that only what came from this client over it."""
+        for stream in self._pending.of_connection(connection, identity):
             if (pending := self._pending.remove(stream)) is not None:
                 self._break_off(pending)
             self.counts.cancelled += 1

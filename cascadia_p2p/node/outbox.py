@@ -14,10 +14,11 @@ from cascadia_p2p.types import StreamId
 
 RETRY_S: Final = 0.05
 MAX_WAITING: Final = 4096
-"""Replies that wait for one client, pieces of answers aside; more are dropped."""
+"""Replies that wait for one client, pieces of answers aside; one more ends its connection."""
 
 MAX_WAITING_BYTES: Final = 1 << 24
-"""Bytes of all that waits for one client; with more, only pieces of answers are still taken."""
+"""Bytes of all that waits for one client; with more, only pieces of answers are still taken: any other
+reply ends its connection."""
 
 
 class ReplySocket(Protocol):
@@ -27,10 +28,14 @@ class ReplySocket(Protocol):
         """Send without waiting, or say why not."""
         ...
 
+    def hang_up(self, connection: int) -> None:
+        """End a connection."""
+        ...
+
 
 @dataclass(slots=True)
 class _Queue:
-    """What waits for one connection."""
+    """What waits for one client."""
 
     messages: deque[tuple[StreamId | None, Route, bytes]] = field(default_factory=deque)
     pieces: Counter[StreamId] = field(default_factory=Counter)
@@ -46,28 +51,30 @@ class Outbox:
 
     Args:
         server: where they leave.
-        gone: told the number of a connection that has ended.
+        gone: told the way to a client that is not there any more.
     """
 
-    def __init__(self, server: ReplySocket, gone: Callable[[int], None]) -> None:
+    def __init__(self, server: ReplySocket, gone: Callable[[Route], None]) -> None:
         self._server = server
         self._gone = gone
         self._loop = asyncio.get_running_loop()
-        self._queues: dict[int, _Queue] = {}
+        self._queues: dict[tuple[int, bytes], _Queue] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self, route: Route, data: bytes, piece_of: StreamId | None = None) -> None:
         """Send a reply, or a piece of a stream's answer, behind all that waits for the same client."""
-        queue = self._queues.get(route.connection)
+        queue = self._queues.get(route.peer)
         if queue is None:
             match self._server.reply(route, data):
                 case Delivery.SENT:
                     return
                 case Delivery.GONE:
-                    self._gone(route.connection)
+                    self._gone(route)
                     return
-            queue = self._queues[route.connection] = _Queue()
+            queue = self._queues[route.peer] = _Queue()
         elif piece_of is None and queue.full():
+            # A reply that is left out would be waited for without end.
+            self._server.hang_up(route.connection)
             return
         queue.messages.append((piece_of, route, data))
         queue.size += len(data)
@@ -77,16 +84,16 @@ class Outbox:
 
     def blocked(self, route: Route) -> bool:
         """Whether the client does not take what it was sent before."""
-        return route.connection in self._queues
+        return route.peer in self._queues
 
     def waiting(self, route: Route, stream: StreamId) -> int:
         """Pieces of a stream's answer that its client has not taken."""
-        queue = self._queues.get(route.connection)
+        queue = self._queues.get(route.peer)
         return 0 if queue is None else queue.pieces[stream]
 
     def discard(self, route: Route, stream: StreamId) -> None:
         """Forget the pieces of a stream's answer that wait."""
-        queue = self._queues.get(route.connection)
+        queue = self._queues.get(route.peer)
         if queue is not None:
             queue.messages = deque(message for message in queue.messages if message[0] != stream)
             queue.size = sum(len(data) for _, _, data in queue.messages)
@@ -94,7 +101,8 @@ class Outbox:
 
     def forget(self, connection: int) -> None:
         """Drop all that waits for a connection that has ended."""
-        self._queues.pop(connection, None)
+        for peer in [peer for peer in self._queues if peer[0] == connection]:
+            del self._queues[peer]
 
     def close(self) -> None:
         """Try once more, and give up what waits."""
@@ -109,21 +117,21 @@ class Outbox:
 
     def _retry(self) -> None:
         self._timer = None
-        for connection, queue in list(self._queues.items()):
+        for peer, queue in list(self._queues.items()):
             while queue.messages:
                 stream, route, data = queue.messages[0]
                 delivery = self._server.reply(route, data)
                 if delivery is Delivery.FULL:
                     break
                 if delivery is Delivery.GONE:
-                    self.forget(connection)
-                    self._gone(connection)
+                    queue.messages.clear()
+                    self._gone(route)
                     break
                 queue.messages.popleft()
                 queue.size -= len(data)
                 if stream is not None:
                     queue.pieces[stream] -= 1
             if not queue.messages:
-                self.forget(connection)
+                self._queues.pop(peer, None)
         if self._queues:
             self._arm()

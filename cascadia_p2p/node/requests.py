@@ -100,9 +100,10 @@ class PendingRequests:
         """The stream for a request that was sent this way under this id."""
         return self._spoken_of.get((route.connection, route.identity, request_id))
 
-    def of_connection(self, connection: int) -> list[StreamId]:
-        """All that came over a connection."""
-        return list(self._of_connection.get(connection, ()))
+    def of_connection(self, connection: int, identity: bytes | None = None) -> list[StreamId]:
+        """All that came over a connection, or of that only what has this way back."""
+        streams = self._of_connection.get(connection, ())
+        return [each for each in streams if identity in (None, self._all[each].route.identity)]
 
     def take_place(self, name: AnswerName, stream: StreamId) -> StreamId | None:
         """From now on `stream` answers what has this name; the other one that did so before."""

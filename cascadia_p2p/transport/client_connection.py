@@ -557,6 +557,7 @@ class _LoopLine:
                     ended = ended or event.event == zmq.Event.DISCONNECTED
                 while (parts := self._socket.take()) is not None:
                     self._deliver(parts)
+                    await self._signal.turn()
                 if ended:
                     self.over = True
                     self._fail()

@@ -56,6 +56,11 @@ class Route:
     envelope: tuple[bytes, ...] | None
     connection: int
 
+    @property
+    def peer(self) -> tuple[int, bytes]:
+        """Whom a reply reaches: of two that were taken for one connection, each is its own."""
+        return self.connection, self.identity
+
 
 @dataclass(frozen=True, slots=True)
 class ClientCall:
@@ -180,9 +185,16 @@ class ClientServer:
             if not self._admitted(self._keys.get(descriptor)):
                 self._expel(descriptor)
 
+    def hang_up(self, connection: int) -> None:
+        """End a connection; its end is told like any other."""
+        for descriptor, number in list(self._open.items()):
+            if number == connection:
+                hang_up(descriptor, self._is_client)
+
     async def receive(self) -> ClientEvent:
         """The next request, misshapen message or end of a connection; safe to cancel."""
         while True:
+            await self._signal.turn()
             self._signal.clear()
             self._follow_connections()
             if self._waiting:
@@ -235,6 +247,8 @@ class ClientServer:
         if connection is not None:
             self._ended[event.value] = connection in self._surplus
             self._surplus.discard(connection)
+            if self._surplus and len(self._open) - len(self._surplus) < self.limit:
+                self._surplus.discard(min(self._surplus))
             self._waiting.append(ClientGone(connection))
 
     def _admitted(self, key: bytes | None) -> bool:

@@ -86,6 +86,7 @@ class ControlServer:
     async def receive(self) -> ControlCall:
         """The next message; safe to cancel."""
         while True:
+            await self._signal.turn()
             self._signal.clear()
             self._follow_strangers()
             while (parts := self._socket.take()) is not None:
@@ -93,6 +94,7 @@ class ControlServer:
                 if len(parts) == 2:
                     return ControlCall(parts[0].bytes, parts[1].bytes, _host(parts[1]))
                 self._turn_away(parts)
+                await self._signal.turn()
             await self._signal.wait()
 
     def _follow_strangers(self) -> None:
@@ -198,6 +200,7 @@ class ControlDialer:
     async def receive(self) -> bytes | Dial:
         """The next message, or what happened to the connection; safe to cancel, one task at a time."""
         while True:
+            await self._signal.turn()
             self._signal.clear()
             # The handshake's event runs ahead of the connection's readiness.
             if self._shaken and not self.connected and self._socket.writable():
@@ -209,6 +212,7 @@ class ControlDialer:
             while (parts := self._socket.take()) is not None:
                 if len(parts) == 1:
                     return parts[0].bytes
+                await self._signal.turn()
             await self._signal.wait()
 
     def send(self, data: bytes) -> Delivery:

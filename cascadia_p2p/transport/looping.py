@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,9 @@ from zmq.utils.monitor import parse_monitor_message
 from cascadia_p2p.errors import CascadiaError, UsageError
 
 MAX_PARTS: Final = 16
+TURN_S: Final = 0.005
+"""A task that finds one message after the other lets the loop do all else so often."""
+
 # Plain numbers: an operation on an enumeration's flags costs more than the question that they are for.
 _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -57,6 +61,7 @@ class Signal:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._closed = False
+        self._since = time.monotonic()
 
     def set(self) -> None:
         """Let the task look at its sockets again."""
@@ -68,18 +73,36 @@ class Signal:
         Raises:
             SocketClosedError: they are closed.
         """
-        if self._closed:
-            raise SocketClosedError("the socket is closed")
+        self._require_open()
         self._event.clear()
 
     async def wait(self) -> None:
         """Return after the next `set`, or the last one since `clear`."""
-        await self._event.wait()
+        if not self._event.is_set():
+            await self._event.wait()
+            self._since = time.monotonic()
+
+    async def turn(self) -> None:
+        """Let the loop do all else, if it did not for `TURN_S`; to be called before each message is taken.
+
+        Messages that come as fast as they are taken would keep every timer and other task from running.
+
+        Raises:
+            SocketClosedError: the sockets were closed meanwhile.
+        """
+        if time.monotonic() - self._since >= TURN_S:
+            await asyncio.sleep(0)
+            self._since = time.monotonic()
+            self._require_open()
 
     def close(self) -> None:
         """Let the task go."""
         self._closed = True
         self._event.set()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise SocketClosedError("the socket is closed")
 
 
 class LoopSocket:

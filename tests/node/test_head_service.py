@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -23,14 +24,12 @@ from cascadia_p2p.node.answers import AnswerDesk, ModelFacts
 from cascadia_p2p.node.head import MAX_PIECES, HeadService
 from cascadia_p2p.node.journal import JournalWriter
 from cascadia_p2p.node.kept import Record
-from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.sample.tokenizer import tokenizer_json
 from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
-from cascadia_p2p.transport.client_server import ClientServer, Route
+from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.transport.curve import Keys
-from cascadia_p2p.transport.looping import Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Instance, NodeId, StreamId
 from cascadia_p2p.wire.client import FinishReason
@@ -390,56 +389,35 @@ def test_a_client_that_does_not_read_is_dropped_and_told_so(monkeypatch: pytest.
     run(scenario)
 
 
-class Mouth:
-    """A client socket that takes messages only when the test says so."""
+def test_a_request_that_is_read_after_its_connections_end_harms_nobody_elses() -> None:
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        with Network() as clients:
 
-    def __init__(self) -> None:
-        self.delivery = Delivery.SENT
-        self.got: list[bytes] = []
+            def dealer(*prompt: int) -> zmq.Socket[bytes]:
+                made = clients.socket(zmq.DEALER, linger_ms=1000, max_part=1 << 16)
+                made.connect(endpoint.tcp)
+                # The loop is kept busy, so that the door looks only after all has happened.
+                time.sleep(0.1)
+                made.send_multipart([b"", json.dumps({"token_ids": prompt}).encode()])
+                time.sleep(0.1)
+                return made
 
-    def reply(self, route: Route, data: bytes) -> Delivery:
-        if self.delivery is Delivery.SENT:
-            self.got.append(data)
-        return self.delivery
+            dealer(1, 2).close()
+            time.sleep(0.1)  # noqa: ASYNC251
+            # Its connection mostly gets the descriptor of the one that has ended.
+            stays = dealer(3, 4)
+            await until(lambda: (3, 4) in [each.request.prompt for each in ring.streams.values()])
+            await asyncio.sleep(0.1)
+            for prompt in ((1, 2), (3, 4)):
+                for stream, each in list(ring.streams.items()):
+                    if each.request.prompt == prompt:
+                        ring.give(stream, [5], FinishReason.LENGTH)
+                await asyncio.sleep(0.1)
+            assert await asyncio.to_thread(stays.poll, 10_000)
+            assert json.loads(stays.recv_multipart()[-1])["token_ids"] == [5]
+            stays.close()
 
-
-def test_the_outbox_keeps_order_and_bounds() -> None:
-    async def scenario() -> None:
-        mouth, gone = Mouth(), []
-        outbox = Outbox(mouth, gone.append)
-        one, two = Route(b"1", (), 1), Route(b"2", (), 2)
-        stream = StreamId(7)
-        outbox.send(one, b"a")
-        mouth.delivery = Delivery.FULL
-        for data in (b"b", b"c"):
-            outbox.send(one, data, stream)
-        outbox.send(one, b"d")
-        outbox.send(two, b"e", StreamId(8))
-        assert (outbox.waiting(one, stream), outbox.waiting(two, stream)) == (2, 0)
-        outbox.discard(one, stream)
-        assert outbox.waiting(one, stream) == 0
-        outbox.send(one, b"f")
-        mouth.delivery = Delivery.SENT
-        # Nothing overtakes what waits.
-        outbox.send(one, b"g")
-        assert mouth.got == [b"a"]
-        await until(lambda: len(mouth.got) == 5)
-        assert sorted(mouth.got) == [b"a", b"d", b"e", b"f", b"g"]
-        assert [data for data in mouth.got if data != b"e"] == [b"a", b"d", b"f", b"g"]
-        outbox.send(one, b"h")
-        assert mouth.got[-1] == b"h"
-        mouth.delivery = Delivery.FULL
-        for number in range(5000):
-            outbox.send(one, b"%d" % number)
-        mouth.delivery = Delivery.GONE
-        await until(lambda: bool(gone))
-        outbox.send(two, b"x")
-        assert gone == [1, 2]
-        mouth.delivery = Delivery.SENT
-        outbox.close()
-        assert mouth.got[-1] == b"h"
-
-    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+    run(scenario)
 
 
 # --- every accepted request ends in exactly one terminal message --------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import HeadLostError, UnreachableError
-from cascadia_p2p.transport import client_server
+from cascadia_p2p.transport import client_server, looping
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
 from cascadia_p2p.transport.looping import Delivery
@@ -579,6 +579,73 @@ def test_one_client_too_many_is_not_served_even_when_it_left_at_once() -> None:
             event = await server.receive()
         assert isinstance(event, ClientCall)
         assert (event.data, event.surplus) == (b"late", True)
+        server.close()
+
+    run(scenario)
+
+
+def test_one_client_too_many_is_served_as_soon_as_another_has_left() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network, limit=1)
+        endpoint = server.bind("127.0.0.1", 0)
+        first, second = (client(network, zmq.DEALER, endpoint) for _ in range(2))
+        for number, dealer in enumerate((first, second)):
+            dealer.send_multipart([b"", b"%d" % number])
+            assert (await server.receive()).surplus is bool(number)
+        first.close()
+        assert isinstance(await server.receive(), ClientGone)
+        second.send_multipart([b"", b"again"])
+        event = await server.receive()
+        assert isinstance(event, ClientCall)
+        assert (event.data, event.surplus) == (b"again", False)
+        third = client(network, zmq.DEALER, endpoint)
+        third.send_multipart([b"", b"third"])
+        assert (await server.receive()).surplus is True
+        server.close()
+
+    run(scenario)
+
+
+def test_a_connection_is_ended_by_its_number() -> None:
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoint = server.bind("127.0.0.1", 0)
+        client(network, zmq.DEALER, endpoint).send_multipart([b"", b"x"])
+        event = await server.receive()
+        assert isinstance(event, ClientCall)
+        server.hang_up(event.route.connection + 1)
+        server.hang_up(event.route.connection)
+        assert await server.receive() == ClientGone(event.route.connection)
+        server.close()
+
+    run(scenario)
+
+
+def test_requests_without_end_leave_turns_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping, "TURN_S", 0.0)
+
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        dealer = client(network, zmq.DEALER, server.bind("127.0.0.1", 0))
+        for number in range(300):
+            dealer.send_multipart([b"", b"%d" % number])
+        turns = 0
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        # All of them are there before the first is taken.
+        time.sleep(0.3)  # noqa: ASYNC251
+        ticking = asyncio.create_task(tick())
+        for number in range(300):
+            event = await server.receive()
+            assert isinstance(event, ClientCall)
+            assert event.data == b"%d" % number
+        assert turns >= 299
+        ticking.cancel()
         server.close()
 
     run(scenario)

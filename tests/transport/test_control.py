@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import PortError
+from cascadia_p2p.transport import looping
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, knock
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Signal, SocketClosedError
 from cascadia_p2p.transport.network import Network
@@ -165,6 +167,42 @@ def test_a_cancelled_receive_loses_no_message() -> None:
         while len(received) < 200:
             await take()
         assert received == [b"%d" % number for number in range(200)]
+        dialer.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_messages_without_end_leave_turns_to_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looping, "TURN_S", 0.0)
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        dialer = ControlDialer(network, server.endpoint)
+        assert await dialer.receive() is Dial.CONNECTED
+        turns = 0
+
+        async def tick() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        for number in range(300):
+            assert dialer.send(b"%d" % number) is Delivery.SENT
+        # All of them are there before the first is taken.
+        time.sleep(0.3)  # noqa: ASYNC251
+        ticking = asyncio.create_task(tick())
+        for number in range(300):
+            call = await server.receive()
+            assert call.data == b"%d" % number
+            assert server.reply(call.identity, call.data) is Delivery.SENT
+        assert turns >= 299
+        time.sleep(0.3)  # noqa: ASYNC251
+        for number in range(300):
+            assert await dialer.receive() == b"%d" % number
+        assert turns >= 598
+        ticking.cancel()
         dialer.close()
         server.close()
 
