@@ -20,11 +20,14 @@ from typing import Any
 from netlab import Lab, LabError
 
 from cascadia_p2p.client import AsyncClient
-from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.errors import CascadiaError, NoHeadError
 from cascadia_p2p.logs import configure_logs
 
 TIMEOUT_S = 120.0
 STATUS_S = 6.0
+SEARCHES = 6
+"""For a head, before a stream has begun: on a busy machine one may find none in its time."""
+
 PROMPT = 12
 
 
@@ -176,7 +179,9 @@ class _Program:
         async with AsyncClient(fleet=self._fleet, key=self._key, timeout_s=TIMEOUT_S) as client:
             await asyncio.gather(*(self._stream(client, ask, number, tokens) for number in streams))
 
-    async def _stream(self, client: AsyncClient, ask: int, number: int, tokens: int) -> None:
+    async def _stream(
+        self, client: AsyncClient, ask: int, number: int, tokens: int, searches: int = SEARCHES
+    ) -> None:
         ids: list[int] = []
         where = {"ask": ask, "stream": number}
         try:
@@ -191,6 +196,9 @@ class _Program:
                 raise CascadiaError(f"pieces have {len(ids)} ids, the whole answer others")
             _tell("done", **where, ids=ids, at=time.time())
         except CascadiaError as error:
+            if isinstance(error, NoHeadError) and not ids and searches > 1:
+                await self._stream(client, ask, number, tokens, searches - 1)
+                return
             _tell("done", **where, error=f"{type(error).__name__}: {error}", begun=len(ids), at=time.time())
 
 

@@ -14,6 +14,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from cascadia_p2p import local
 from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
 
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def ctrl_c() -> None:
     """A shell lets what runs in the background ignore Ctrl-C, and the tests' processes would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ports() -> None:
+    """A range of ports for each worker: one is free until the process that it is for has started."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    lowest, width = local.LOWEST_PORT, (local.HIGHEST_PORT - local.LOWEST_PORT) // 4
+    at = lowest + worker % 4 * width
+    for name, port in (("LOWEST_PORT", at), ("HIGHEST_PORT", at + width - 2)):
+        setattr(local, name, port)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ import zmq
 
 from cascadia_p2p.errors import HeadLostError, LateReplyError, NoHeadError, NotAdmittedError, UnreachableError
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
+from cascadia_p2p.transport.greeting import why_hung_up
 from cascadia_p2p.transport.looping import (
     Delivery,
     LoopSocket,
@@ -60,8 +61,14 @@ def _dealer(network: Network) -> zmq.Socket[bytes]:
     return made
 
 
-def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str | None:
+def _failure(happened: SocketEvent, why: Knock | None, endpoint: Endpoint, *, keyed: bool) -> str | None:
     """What an event says about a connection attempt; "" for success, None for nothing.
+
+    Args:
+        happened: the event.
+        why: what made the handshake fail, if that was the event.
+        endpoint: of the head.
+        keyed: whether this side has a key.
 
     Raises:
         NotAdmittedError: no further attempt will do better.
@@ -73,7 +80,7 @@ def _failure(happened: SocketEvent, endpoint: Endpoint, *, keyed: bool) -> str |
             return "nothing listens there"
         case zmq.Event.DISCONNECTED:
             return None
-    match failed_handshake(happened.event, happened.value):
+    match why:
         case Knock.REFUSED:
             raise NotAdmittedError(
                 f"the head at {endpoint} does not admit this key: it was withdrawn, or is not known there "
@@ -327,7 +334,10 @@ def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float, *, keyed
     reason = "nothing came back"
     while line.wait(deadline):
         while (event := line.event()) is not None:
-            failure = _failure(event, endpoint, keyed=keyed)
+            why = failed_handshake(event.event, event.value)
+            if why is Knock.HUNG_UP:
+                why = why_hung_up(endpoint, keyed=keyed)
+            failure = _failure(event, why, endpoint, keyed=keyed)
             # The handshake's event runs ahead of the connection's readiness.
             if failure == "" and line.dealer.poll(CONNECT_TIMEOUT_MS, zmq.POLLOUT):
                 return
@@ -509,7 +519,11 @@ class _LoopLine:
                 while True:
                     self._signal.clear()
                     while (event := self._monitor.take()) is not None:
-                        failure = _failure(event, self.endpoint, keyed=self._keyed)
+                        why = failed_handshake(event.event, event.value)
+                        if why is Knock.HUNG_UP:
+                            why = await asyncio.to_thread(why_hung_up, self.endpoint, keyed=self._keyed)
+                            self._signal.require_open()
+                        failure = _failure(event, why, self.endpoint, keyed=self._keyed)
                         shaken = shaken or failure == ""
                         reason = failure or reason
                     # The handshake's event runs ahead of the connection's readiness.

@@ -14,6 +14,7 @@ import zmq
 
 from cascadia_p2p.transport.client_server import ClientCall, read_request
 from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
+from cascadia_p2p.transport.greeting import why_hung_up
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
 from cascadia_p2p.transport.meter import Meter, source_of
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
@@ -237,7 +238,11 @@ class ControlDialer:
                 return Dial.DISCONNECTED if was else None
             case zmq.Event.CLOSED:
                 return await knock(self.endpoint)
-        return self._refused(failed_handshake(happened.event, happened.value))
+        why = failed_handshake(happened.event, happened.value)
+        if why is Knock.HUNG_UP:
+            why = await asyncio.to_thread(why_hung_up, self.endpoint, keyed=self._keyed)
+            self._signal.require_open()
+        return self._refused(why)
 
     def _refused(self, why: Knock | None) -> Dial:
         if why is Knock.MECHANISM:

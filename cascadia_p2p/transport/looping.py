@@ -73,7 +73,7 @@ class Signal:
         Raises:
             SocketClosedError: they are closed.
         """
-        self._require_open()
+        self.require_open()
         self._event.clear()
 
     async def wait(self) -> None:
@@ -93,14 +93,19 @@ class Signal:
         if time.monotonic() - self._since >= TURN_S:
             await asyncio.sleep(0)
             self._since = time.monotonic()
-            self._require_open()
+            self.require_open()
 
     def close(self) -> None:
         """Let the task go."""
         self._closed = True
         self._event.set()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """After a wait for something else.
+
+        Raises:
+            SocketClosedError: the sockets were closed meanwhile.
+        """
         if self._closed:
             raise SocketClosedError("the socket is closed")
 

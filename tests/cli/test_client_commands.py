@@ -23,6 +23,7 @@ from fixtures.reference import load_case
 
 from cascadia_p2p import __version__
 from cascadia_p2p.cli import COMMANDS
+from cascadia_p2p.cli import status as status_command
 from cascadia_p2p.cli.status import _show, journal_words
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.curve import KeyPair, Keys
@@ -324,6 +325,7 @@ def test_status_says_which_key_opens_a_node_that_is_closed_to_it(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(status_command, "WORK_S", 30.0)
     fleet = KeyPair.new()
     door = Keys(fleet, fleet.public, lambda _domain, key: key == fleet.public)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -65,10 +66,12 @@ def gone(processes: Iterable[psutil.Process]) -> bool:
     return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
 
 
-def join(process: Start, model: Path, state: Path, port: int, *flags: object) -> subprocess.Popen[str]:
+def join(
+    process: Start, model: Path, state: Path, port: int, *flags: object, client_port: int | None = None
+) -> subprocess.Popen[str]:
     given = ("--model", model, "--fleet", "process-tests", "--bind", "127.0.0.1", "--no-mdns")
-    places = ("--port", port, "--client-port", port + 2, "--state-dir", state, "--threads", 1)
-    return process("join", *given, *places, "--log-format", "json", *flags)
+    places = ("--port", port, "--client-port", client_port or free_ports(), "--state-dir", state)
+    return process("join", *given, *places, "--threads", 1, "--log-format", "json", *flags)
 
 
 def events(said: Iterable[str]) -> list[dict[str, Any]]:
@@ -80,7 +83,8 @@ def test_ctrl_c_says_goodbye_frees_the_ports_and_ends_with_130(
 ) -> None:
     model = shards("tiny12", (5, 7))
     port = free_ports()
-    head = join(process, model, tmp_path, port, "--shard", 0)
+    client_port = free_ports()
+    head = join(process, model, tmp_path, port, "--shard", 0, client_port=client_port)
     other_port = free_ports()
     other = join(process, model, tmp_path, other_port, "--shard", 1, "--peer", f"127.0.0.1:{port}")
     lines(head, '"ring_open"')
@@ -99,7 +103,7 @@ def test_ctrl_c_says_goodbye_frees_the_ports_and_ends_with_130(
     assert head.poll() is None
     head.send_signal(signal.SIGTERM)
     assert head.wait(20) == 130
-    until(lambda: free((port, port + 1, port + 2, other_port, other_port + 1)), "all ports are free")
+    until(lambda: free((port, port + 1, client_port, other_port, other_port + 1)), "all ports are free")
 
 
 def test_ctrl_c_while_loading_or_alone_ends_at_once(process: Start, shards: Shards, tmp_path: Path) -> None:
@@ -141,9 +145,10 @@ def test_ctrl_c_in_generate_ends_with_130_and_the_head_stops_working_for_it(
 ) -> None:
     model = shards("tiny12", (12,))
     port = free_ports()
-    head = join(process, model, tmp_path, port, "--shard", 0, "--context", 4096)
+    client_port = free_ports()
+    head = join(process, model, tmp_path, port, "--shard", 0, "--context", 4096, client_port=client_port)
     lines(head, '"ring_open"')
-    endpoint = f"127.0.0.1:{port + 2}"
+    endpoint = f"127.0.0.1:{client_port}"
     asked = process("generate", "hello", "--ignore-eos", "--max-tokens", 4000, "--endpoint", endpoint)
 
     with Client(endpoint) as client:
@@ -185,18 +190,23 @@ def test_a_politely_killed_demo_leaves_no_model_behind(process: Start) -> None:
     assert not model.parent.exists()
 
 
+def listened(nodes: list[psutil.Process]) -> set[int]:
+    """Ports that these processes listen on; of those that have ended, none."""
+    found: set[int] = set()
+    for node in nodes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {each.laddr.port for each in node.net_connections("tcp") if each.status == "LISTEN"}
+    return found
+
+
 def test_the_demo_answers_and_leaves_nothing(process: Start, tmp_path: Path) -> None:
     demo = process("demo", "--sample", "--nodes", 3, "--max-tokens", 5)
-    said = lines(demo, "asking")
+    said = lines(demo, "starting 3 nodes")
+    until(lambda: len(children(demo)) == 3, "three nodes are started")
     nodes = children(demo)
-    assert len(nodes) == 3
-    ports = [
-        connection.laddr.port
-        for node in nodes
-        for connection in node.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert len(ports) >= 7
+    ports: set[int] = set()
+    until(lambda: len(ports.update(listened(nodes)) or ports) >= 7, "they listen, and serve clients", 60.0)
+    said += lines(demo, "asking")
     out, err = demo.communicate(timeout=60)
     assert demo.returncode == 0
     # Data on stdout: the answer alone.

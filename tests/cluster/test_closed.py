@@ -48,7 +48,7 @@ def test_a_closed_fleet_answers_and_tells_nobody_else_anything(
             await made.start(model, shard=1, key=key.path)
             head = await made.open()
             assert (await ask(head, PROMPT.ids, max_tokens=24)).token_ids == PROMPT.generated
-            body = await ask_node(first.control, 5.0, keys_of(key))
+            body = await ask_node(first.control, 30.0, keys_of(key))
             assert body["door"] == {
                 "closed": True,
                 "fingerprint": key.print,
@@ -59,9 +59,9 @@ def test_a_closed_fleet_answers_and_tells_nobody_else_anything(
             }
             for keys in (None, keys_of(other), Keys(other.pair, key.server)):
                 with pytest.raises(NotAdmittedError):
-                    await ask_node(first.control, 5.0, keys)
+                    await ask_node(first.control, 30.0, keys)
             with pytest.raises(NotAdmittedError, match="takes only"):
-                await measure_node(first.control, 5.0)
+                await measure_node(first.control, 30.0)
             assert first.node.status()["door"]["turned_away"] >= 3  # type: ignore[index, call-overload, operator]
             said = json.dumps(made.said, default=str) + json.dumps(body)
             for secret in (key.pair.secret, other.pair.secret):
@@ -152,7 +152,7 @@ def test_a_node_whose_authenticator_has_died_ends_in_words(
             with pytest.raises(CascadiaError):
                 await ask_node(alone.control, 1.0, keys_of(key))
             with pytest.raises(CascadiaError, match="authenticator has ended"):
-                await asyncio.wait_for(alone.task, 5.0)
+                await asyncio.wait_for(alone.task, 30.0)
 
     asyncio.run(scenario())
 
@@ -187,8 +187,8 @@ def test_wrong_keys_in_a_loop_and_a_key_file_that_is_replaced_change_nothing(
             key.path.write_bytes(other.path.read_bytes())
             key.path.chmod(0o644)
             with pytest.raises(NotAdmittedError):
-                await ask_node(head.control, 5.0, keys_of(other))
-            assert (await ask_node(head.control, 5.0, keys_of(key)))["state"] == "open"
+                await ask_node(head.control, 30.0, keys_of(other))
+            assert (await ask_node(head.control, 30.0, keys_of(key)))["state"] == "open"
 
     asyncio.run(scenario())
 

@@ -165,7 +165,7 @@ def test_exo_15_a_killed_clients_slot_is_free_on_every_node_at_once(
     kind: str, more: dict[str, Any], ring: StandingRing
 ) -> None:
     rest(ring)
-    with client_process(ring, kind, **more) as process:
+    with client_process(ring, kind, **more) as process, steady(ring):
         seconds, _ = until_cancelled(ring, process.kill)
     assert seconds < 1.0
     assert taken(ring) == [0, 0, 0]
@@ -202,7 +202,7 @@ def steady(ring: StandingRing, pause_s: float = 0.02) -> Iterator[None]:
 
 def test_exo_15_a_cancel_by_id_ends_the_work_within_one_token(ring: StandingRing) -> None:
     rest(ring)
-    with plain(zmq.DEALER, ring.endpoint) as dealer, steady(ring):
+    with plain(zmq.DEALER, ring.endpoint) as dealer, steady(ring, 0.2):
         body = {"token_ids": [5], "max_tokens": 600, "ignore_eos": True, "id": "a"}
         dealer.send_multipart([b"", json.dumps(body).encode()])
         _, sent = until_cancelled(

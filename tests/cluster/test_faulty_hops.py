@@ -17,7 +17,7 @@ from cascadia_p2p.transport.interfaces import FrameSender
 from cascadia_p2p.types import Endpoint
 
 CASE = load_case("tiny12")
-LENGTH = 60
+LENGTH = 300
 SPLIT = (4, 4, 4)
 STREAMS = 4
 

@@ -164,19 +164,14 @@ def test_stk_24_a_stop_string_ends_the_answer_and_is_never_shown(
 
 
 def idle(ring: StandingRing) -> None:
-    """Wait until nothing is being computed for anybody."""
-    ring.until(lambda: ring.head.node.status()["requests"]["pending"] == 0, "no request pending")
-    last = -1
+    """Wait until nothing is being computed for anybody: a slot is released behind its last row."""
 
     def still() -> bool:
-        nonlocal last
-        before, last = (
-            last,
-            sum(int(each.node.status()["data_thread"]["rows"]) for each in ring.fleet.members),
-        )
-        return before == last
+        bodies = [each.node.status() for each in ring.fleet.members]
+        free = all(body["data_thread"]["slots_taken"] == 0 for body in bodies)
+        return free and bodies[0]["requests"]["pending"] == 0
 
-    ring.until(still, "no rows computed")
+    ring.until(still, "no request pending and no slot taken")
 
 
 def test_the_library_streams_text_ids_and_conversations(ring: StandingRing) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from cascadia_p2p.config import Config
 from cascadia_p2p.discovery.interfaces import Address
+from cascadia_p2p.doctor import examine
 from cascadia_p2p.doctor.examine import _holders
 from cascadia_p2p.doctor.finding import Level
 from cascadia_p2p.doctor.key import check_key
@@ -49,7 +50,11 @@ def test_a_key_is_looked_for_and_judged(tmp_path: Path) -> None:
 FLEET, OTHER = KeyPair.new(), KeyPair.new()
 
 
-def test_a_node_whose_door_is_closed_holds_its_ports_all_the_same(tmp_path: Path) -> None:
+def test_a_node_whose_door_is_closed_holds_its_ports_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "_ASK_S", 30.0)
+
     async def scenario() -> dict[int, PortHolder]:
         with Network(Keys(FLEET, FLEET.public, lambda _domain, key: key == FLEET.public)) as network:
             server = ControlServer(network, "127.0.0.1", 0)
@@ -84,7 +89,7 @@ def test_a_peer_with_another_key_is_a_failure_in_words(
         with Network(keys(theirs)) as network:
             server = ControlServer(network, "127.0.0.1", 0)
             reading = asyncio.create_task(server.receive())
-            findings, met = await check_peer(server.endpoint, "nobodys", [], 5.0, keys(ours))
+            findings, met = await check_peer(server.endpoint, "nobodys", [], 30.0, keys(ours))
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             server.close()

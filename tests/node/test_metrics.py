@@ -274,7 +274,7 @@ def test_head_has_no_body() -> None:
 
 
 def test_silent_connections_end_and_more_than_the_limit_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scrapes, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(scrapes, "PATIENCE_S", 2.0)
 
     async def scenario() -> None:
         async with serving() as port:

@@ -152,7 +152,7 @@ def test_requests_of_clients_that_left_at_once_end_too() -> None:
             hasty = client(network, zmq.REQ, endpoint)
             hasty.send(b"question")
             # Sent, and gone before anybody read it.
-            hasty.close(linger=200)
+            hasty.close(linger=10_000)
         await asyncio.sleep(0.3)
         calls: set[int] = set()
         gone: set[int] = set()
@@ -320,10 +320,16 @@ def test_cas_02_clients_cancelled_at_random_lose_nothing_of_others(head: Head) -
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
 def test_stk_04_a_dead_head_ends_the_wait_and_a_new_one_is_found(timeout: float | None) -> None:
-    head = Head(lambda data: None)
+    asked = threading.Event()
+    head = Head(lambda data: asked.set())
     port = head.endpoint.port
     connection = ClientConnection(head.endpoint, connect_timeout_s=5)
-    stopper = threading.Timer(0.2, head.stop)
+
+    def stop() -> None:
+        asked.wait(DEADLINE_S)
+        head.stop()
+
+    stopper = threading.Thread(target=stop)
     stopper.start()
     started = time.monotonic()
     with pytest.raises(UnreachableError, match="lost"):

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import PortError
+from cascadia_p2p.local import free_ports
 from cascadia_p2p.transport import looping
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, knock
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Signal, SocketClosedError
@@ -36,12 +37,6 @@ async def until_received(receive: Callable[[], Awaitable[T]], wanted: T) -> None
 async def until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.005)
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
 
 
 def test_a_message_that_went_with_its_connection_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +91,7 @@ def test_what_was_sent_to_a_port_is_read_after_its_sender_has_ended() -> None:
 
 def test_a_closed_port_is_reported_as_refused_and_dialled_on() -> None:
     async def scenario(network: Network) -> None:
-        port = free_port()
+        port = free_ports()
         dialer = ControlDialer(network, Endpoint("127.0.0.1", port))
         assert dialer.send(b"too early") is Delivery.FULL
         assert await dialer.receive() is Dial.REFUSED
@@ -131,7 +126,7 @@ def test_a_stranger_on_the_port_is_reported() -> None:
 
 def test_knocking_tells_silence_from_refusal() -> None:
     async def scenario(network: Network) -> None:
-        assert await knock(Endpoint("127.0.0.1", free_port())) is Dial.REFUSED
+        assert await knock(Endpoint("127.0.0.1", free_ports())) is Dial.REFUSED
         with socket.socket() as full:
             full.bind(("127.0.0.1", 0))
             full.listen(0)

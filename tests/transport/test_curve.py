@@ -173,10 +173,7 @@ def test_frames_arrive_with_the_fleets_key_only(keys: Keys | None) -> None:
             assert got is None
             assert not sent, "a frame was queued for a connection that is none"
         # The process's own wake needs no key.
-        receiver.wake()
-        started = time.monotonic()
-        assert receiver.recv_header(True) is None
-        assert time.monotonic() - started < 0.2
+        assert min(awakened(receiver) for _ in range(5)) < 0.2
         sender.close()
         receiver.close()
 
@@ -218,15 +215,23 @@ def test_only_a_plain_yes_opens(answer: object) -> None:
     run(scenario, Keys(FLEET, FLEET.public, lambda _domain, _key: answer))  # type: ignore[arg-type, return-value]
 
 
-def knock(keys: Keys | None, port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a socket is let in within a little while."""
+def knock(keys: Keys | None, port: int, host: str = "127.0.0.1", patience_s: float = 0.4) -> bool:
+    """Whether a socket is let in within this time."""
     with Network(keys) as there:
         dealer = there.socket(zmq.DEALER, linger_ms=0, max_part=1 << 16)
         there.present(dealer)
         dealer.connect(f"tcp://{host}:{port}")
-        opened = bool(dealer.poll(400, zmq.POLLOUT))
+        opened = bool(dealer.poll(int(1000 * patience_s), zmq.POLLOUT))
         dealer.close()
         return opened
+
+
+def awakened(receiver: DataReceiver) -> float:
+    """Seconds until a wait ends that the own process ends."""
+    receiver.wake()
+    started = time.monotonic()
+    assert receiver.recv_header(True) is None
+    return time.monotonic() - started
 
 
 def test_an_authenticator_that_died_leaves_every_port_shut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +239,8 @@ def test_an_authenticator_that_died_leaves_every_port_shut(monkeypatch: pytest.M
         server, clients = ControlServer(network, "127.0.0.1", 0), ClientServer(network)
         receiver = DataReceiver(network, "127.0.0.1", 0, max_part=1 << 16)
         door = clients.bind(LAN, 0, guarded=True)
-        assert knock(NODE, server.endpoint.port)
-        assert knock(ALICE, door.port, LAN)
+        assert knock(NODE, server.endpoint.port, patience_s=DEADLINE_S)
+        assert knock(ALICE, door.port, LAN, DEADLINE_S)
         monkeypatch.setattr(
             Authenticator, "_answer", lambda _self, _question: (_ for _ in ()).throw(MemoryError())
         )
@@ -353,16 +358,17 @@ def test_one_door_is_plain_on_its_own_pc_and_guarded_on_the_lan() -> None:
                 (plain, ALICE, "speaks in the clear"),
             ):
                 started = time.monotonic()
-                async with AsyncClientConnection(endpoint, keys=keys) as connection:
+                patient: Any = {"keys": keys, "connect_timeout_s": 60.0}
+                async with AsyncClientConnection(endpoint, **patient) as connection:
                     with pytest.raises(NotAdmittedError, match=words):
-                        await connection.request(b"secret", 5.0)
+                        await connection.request(b"secret", 60.0)
                 with (
-                    ClientConnection(endpoint, keys=keys) as blocking,
+                    ClientConnection(endpoint, **patient) as blocking,
                     pytest.raises(NotAdmittedError, match=words),
                 ):
-                    await asyncio.to_thread(blocking.request, b"secret", 5.0)
-                assert time.monotonic() - started < 2.0, "it knows at once"
-            async with AsyncClientConnection(guarded, keys=OTHER_FLEET, connect_timeout_s=0.5) as connection:
+                    await asyncio.to_thread(blocking.request, b"secret", 60.0)
+                assert time.monotonic() - started < 30.0, "it knows long before the time is over"
+            async with AsyncClientConnection(guarded, keys=OTHER_FLEET, connect_timeout_s=3.0) as connection:
                 with pytest.raises(UnreachableError, match="another fleet's key"):
                     await connection.request(b"secret", 5.0)
 

@@ -135,7 +135,8 @@ def test_nothing_there_returns_at_once_without_waiting(transport: FrameTransport
     started = time.monotonic()
     for _ in range(20):
         assert receiver.recv_header(False) is None
-    assert time.monotonic() - started < 0.2
+    # Each of them would wait for a quarter of a second.
+    assert time.monotonic() - started < 2.0
     receiver.close()
 
 
