@@ -21,6 +21,7 @@ __all__ = ["Candidate", "Discovery"]
 
 _LOOK = 3.0
 _MAX_PENDING = 1024
+_MAX_REACHED = 1024
 
 _log = structlog.get_logger()
 
@@ -84,7 +85,8 @@ class Discovery:
         self._mdns = Mdns([address], fleet, instance, self._offer_found) if mdns else None
         self._pending: dict[tuple[Endpoint, Instance | None], Candidate] = {}
         self._more = asyncio.Event()
-        self._reached: set[tuple[Endpoint, Instance | None]] = set()
+        self._reached: dict[Endpoint, Instance | None] = {}
+        """The instance last reached at each address, the longest known first."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -129,8 +131,17 @@ class Discovery:
             self._mdns.expect_more(incomplete)
 
     def reached(self, candidate: Candidate) -> None:
-        """The greeting succeeded, or the address turned out to be this node's own: offer it no longer."""
-        self._reached.add(_key(candidate))
+        """The greeting succeeded: offer it no longer."""
+        self._reached.pop(candidate.endpoint, None)
+        self._reached[candidate.endpoint] = candidate.instance
+        if len(self._reached) > _MAX_REACHED:
+            # It is offered again, if it is still announced.
+            del self._reached[next(iter(self._reached))]
+        if candidate.peer is not None:
+            self._peers.reached(candidate.peer)
+
+    def own(self, candidate: Candidate) -> None:
+        """The address is this node's own: nobody is reached there, and as a static peer it is done with."""
         if candidate.peer is not None:
             self._peers.reached(candidate.peer)
 
@@ -140,7 +151,8 @@ class Discovery:
 
     def lost(self, candidate: Candidate) -> None:
         """The connection is gone: offer it again."""
-        self._reached.discard(_key(candidate))
+        if _key(candidate) in self._reached.items():
+            del self._reached[candidate.endpoint]
         if candidate.peer is not None:
             self._peers.lost(candidate.peer)
         elif self._mdns is not None:
@@ -192,7 +204,7 @@ class Discovery:
 
     def _offer(self, candidate: Candidate) -> None:
         key = _key(candidate)
-        if key in self._reached or len(self._pending) >= _MAX_PENDING:
+        if key in self._reached.items() or len(self._pending) >= _MAX_PENDING:
             return
         self._pending[key] = candidate
         self._more.set()

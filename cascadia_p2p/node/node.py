@@ -373,7 +373,7 @@ class Node:
 
     def _greet(self, candidate: Candidate) -> None:
         if candidate.endpoint == self._profile.control:
-            self._discovery.reached(candidate)
+            self._discovery.own(candidate)
             return
         if len(self._candidates) < MAX_DIALLED or candidate.endpoint in self._candidates:
             self._candidates[candidate.endpoint] = candidate
