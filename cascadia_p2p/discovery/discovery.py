@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from cascadia_p2p.discovery.interfaces import Address, list_interfaces
+from cascadia_p2p.discovery.interfaces import Address, Interface, list_interfaces
 from cascadia_p2p.discovery.mdns import Found, Mdns
 from cascadia_p2p.discovery.peers import StaticPeers
+from cascadia_p2p.discovery.tasks import note_failure
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.discovery.watch import Change, NetworkWatch
 from cascadia_p2p.discovery.words import alone_sentence
@@ -106,9 +107,11 @@ class Discovery:
             self._mdns.start(announcement)
         self._peers.start()
         self._tasks = [
-            asyncio.create_task(self._watch_network()),
-            asyncio.create_task(self._watch_loneliness()),
+            asyncio.create_task(self._watch_network(), name="network"),
+            asyncio.create_task(self._watch_loneliness(), name="loneliness"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(note_failure)
 
     async def stop(self) -> None:
         """Say goodbye and end; may be called twice."""
@@ -210,19 +213,35 @@ class Discovery:
         self._more.set()
 
     async def _watch_network(self) -> None:
+        failing = False
         while True:
             await asyncio.sleep(_LOOK)
-            interfaces = await asyncio.to_thread(list_interfaces)
-            change = self._watch.look(interfaces, time.monotonic(), time.time())
-            if change is Change.NONE:
+            try:
+                interfaces = await asyncio.to_thread(list_interfaces)
+            except Exception as error:  # whatever it is, the next look may go well
+                if not failing:
+                    _log.warning(
+                        "network_unseen",
+                        message=f"this machine's addresses can not be listed ({error}): changes are not "
+                        "noticed until they can; it is tried again",
+                    )
+                failing = True
                 continue
-            address = self._watch.address
-            if change is Change.MOVED:
-                _log.warning("address_changed", message=f"this node's address is {address} now")
-            if self._mdns is not None:
-                self._mdns.reopen([address])
-            if change is Change.MOVED and self._moved is not None:
-                self._moved(address)
+            failing = False
+            self._judge(interfaces)
+
+    def _judge(self, interfaces: Sequence[Interface]) -> None:
+        """Follow what has changed since the last look."""
+        change = self._watch.look(interfaces, time.monotonic(), time.time())
+        if change is Change.NONE:
+            return
+        address = self._watch.address
+        if change is Change.MOVED:
+            _log.warning("address_changed", message=f"this node's address is {address} now")
+        if self._mdns is not None:
+            self._mdns.reopen([address])
+        if change is Change.MOVED and self._moved is not None:
+            self._moved(address)
 
     async def _watch_loneliness(self) -> None:
         since = time.monotonic()
