@@ -525,12 +525,7 @@ class AsyncClient:
 
     @contextlib.asynccontextmanager
     async def _through_connection(self) -> AsyncIterator[AsyncClientConnection]:
-        async with self._finding:
-            if self._connection is None:
-                endpoint = self._given or await self._heads.find()
-                keys = _keys_for(endpoint, self._fleet, self._key)
-                self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
-            connection = self._connection
+        connection = await self._connected()
         try:
             yield connection
         except UnreachableError as error:
@@ -539,3 +534,18 @@ class AsyncClient:
                 await self._hang_up()
                 raise self._heads.failed(connection.endpoint, error) from error
             raise
+
+    async def _connected(self) -> AsyncClientConnection:
+        """The connection, or a new one; fails if the client is closed before there is one."""
+        closings = self._closings
+        async with self._finding:
+            endpoint = self._given
+            if endpoint is None and self._connection is None and self._closings == closings:
+                endpoint = await self._heads.find()
+            if self._closings != closings:
+                raise HeadLostError("the client was closed before it had found the head")
+            if self._connection is None:
+                assert endpoint is not None
+                keys = _keys_for(endpoint, self._fleet, self._key)
+                self._connection = AsyncClientConnection(endpoint, connect_timeout_s=CONNECT_S, keys=keys)
+            return self._connection

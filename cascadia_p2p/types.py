@@ -31,12 +31,13 @@ class Endpoint:
 
     @property
     def numeric(self) -> bool:
-        """Whether the host is an address, not a name."""
+        """Whether the host is an address, with a scope that ZeroMQ takes if with any, and not a name."""
+        address, mark, scope = self.host.partition("%")
         try:
-            ipaddress.ip_address(self.host)
+            version = ipaddress.ip_address(address).version
         except ValueError:
             return False
-        return True
+        return not mark or (version == 6 and _SCOPE.fullmatch(scope) is not None)
 
     @property
     def loopback(self) -> bool:
@@ -79,6 +80,7 @@ class Endpoint:
         return cls(match["v6"] or match["host"], port)
 
 
+_SCOPE = re.compile(r"[\w.-]+", re.ASCII)
 _ENDPOINT = re.compile(
     r"(?:tcp://)?(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[A-Za-z0-9](?:[\w.-]*[\w])?)):(?P<port>\d{1,5})"
 )

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from cascadia_p2p.discovery.interfaces import Address, list_interfaces
+from cascadia_p2p.discovery.interfaces import Address, Interface, list_interfaces
 from cascadia_p2p.discovery.mdns import Found, Mdns
 from cascadia_p2p.discovery.peers import StaticPeers
+from cascadia_p2p.discovery.tasks import note_failure
 from cascadia_p2p.discovery.txt import Announcement
 from cascadia_p2p.discovery.watch import Change, NetworkWatch
 from cascadia_p2p.discovery.words import alone_sentence
@@ -21,6 +22,7 @@ __all__ = ["Candidate", "Discovery"]
 
 _LOOK = 3.0
 _MAX_PENDING = 1024
+_MAX_REACHED = 1024
 
 _log = structlog.get_logger()
 
@@ -84,7 +86,8 @@ class Discovery:
         self._mdns = Mdns([address], fleet, instance, self._offer_found) if mdns else None
         self._pending: dict[tuple[Endpoint, Instance | None], Candidate] = {}
         self._more = asyncio.Event()
-        self._reached: set[tuple[Endpoint, Instance | None]] = set()
+        self._reached: dict[Endpoint, Instance | None] = {}
+        """The instance last reached at each address, the longest known first."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -104,9 +107,11 @@ class Discovery:
             self._mdns.start(announcement)
         self._peers.start()
         self._tasks = [
-            asyncio.create_task(self._watch_network()),
-            asyncio.create_task(self._watch_loneliness()),
+            asyncio.create_task(self._watch_network(), name="network"),
+            asyncio.create_task(self._watch_loneliness(), name="loneliness"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(note_failure)
 
     async def stop(self) -> None:
         """Say goodbye and end; may be called twice."""
@@ -129,8 +134,17 @@ class Discovery:
             self._mdns.expect_more(incomplete)
 
     def reached(self, candidate: Candidate) -> None:
-        """The greeting succeeded, or the address turned out to be this node's own: offer it no longer."""
-        self._reached.add(_key(candidate))
+        """The greeting succeeded: offer it no longer."""
+        self._reached.pop(candidate.endpoint, None)
+        self._reached[candidate.endpoint] = candidate.instance
+        if len(self._reached) > _MAX_REACHED:
+            # It is offered again, if it is still announced.
+            del self._reached[next(iter(self._reached))]
+        if candidate.peer is not None:
+            self._peers.reached(candidate.peer)
+
+    def own(self, candidate: Candidate) -> None:
+        """The address is this node's own: nobody is reached there, and as a static peer it is done with."""
         if candidate.peer is not None:
             self._peers.reached(candidate.peer)
 
@@ -140,7 +154,8 @@ class Discovery:
 
     def lost(self, candidate: Candidate) -> None:
         """The connection is gone: offer it again."""
-        self._reached.discard(_key(candidate))
+        if _key(candidate) in self._reached.items():
+            del self._reached[candidate.endpoint]
         if candidate.peer is not None:
             self._peers.lost(candidate.peer)
         elif self._mdns is not None:
@@ -192,25 +207,41 @@ class Discovery:
 
     def _offer(self, candidate: Candidate) -> None:
         key = _key(candidate)
-        if key in self._reached or len(self._pending) >= _MAX_PENDING:
+        if key in self._reached.items() or len(self._pending) >= _MAX_PENDING:
             return
         self._pending[key] = candidate
         self._more.set()
 
     async def _watch_network(self) -> None:
+        failing = False
         while True:
             await asyncio.sleep(_LOOK)
-            interfaces = await asyncio.to_thread(list_interfaces)
-            change = self._watch.look(interfaces, time.monotonic(), time.time())
-            if change is Change.NONE:
+            try:
+                interfaces = await asyncio.to_thread(list_interfaces)
+            except Exception as error:  # whatever it is, the next look may go well
+                if not failing:
+                    _log.warning(
+                        "network_unseen",
+                        message=f"this machine's addresses can not be listed ({error}): changes are not "
+                        "noticed until they can; it is tried again",
+                    )
+                failing = True
                 continue
-            address = self._watch.address
-            if change is Change.MOVED:
-                _log.warning("address_changed", message=f"this node's address is {address} now")
-            if self._mdns is not None:
-                self._mdns.reopen([address])
-            if change is Change.MOVED and self._moved is not None:
-                self._moved(address)
+            failing = False
+            self._judge(interfaces)
+
+    def _judge(self, interfaces: Sequence[Interface]) -> None:
+        """Follow what has changed since the last look."""
+        change = self._watch.look(interfaces, time.monotonic(), time.time())
+        if change is Change.NONE:
+            return
+        address = self._watch.address
+        if change is Change.MOVED:
+            _log.warning("address_changed", message=f"this node's address is {address} now")
+        if self._mdns is not None:
+            self._mdns.reopen([address])
+        if change is Change.MOVED and self._moved is not None:
+            self._moved(address)
 
     async def _watch_loneliness(self) -> None:
         since = time.monotonic()

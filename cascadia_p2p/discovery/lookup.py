@@ -9,6 +9,7 @@ from typing import Final
 
 from cascadia_p2p.discovery.interfaces import Address, choose_address, list_interfaces, nearest
 from cascadia_p2p.discovery.mdns import Found, Mdns
+from cascadia_p2p.discovery.tasks import note_failure
 from cascadia_p2p.errors import UnreachableError
 from cascadia_p2p.types import Endpoint
 
@@ -71,7 +72,8 @@ async def find_head(
     def take(found: Found) -> None:
         for announced in found.clients[:1]:
             if announced not in knocking and len(knocking) < _MAX_KNOCKS:
-                knocking[announced] = asyncio.create_task(knock(announced))
+                task = knocking[announced] = asyncio.create_task(knock(announced), name=f"knock-{announced}")
+                task.add_done_callback(note_failure)
 
     search = asyncio.create_task(_search(fleet, timeout, bind, tell=take))
     try:

@@ -13,6 +13,7 @@ from zeroconf import DNSQuestionType, ServiceInfo, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from cascadia_p2p.discovery.interfaces import Address
+from cascadia_p2p.discovery.tasks import note_failure
 from cascadia_p2p.discovery.traffic import CountedZeroconf, Traffic
 from cascadia_p2p.discovery.txt import SERVICE_TYPE, Announcement, OtherVersionError, decode_txt, encode_txt
 from cascadia_p2p.errors import WireError
@@ -118,7 +119,8 @@ class Mdns:
     def start(self, announcement: Announcement | None = None) -> None:
         """Begin in the background; without an announcement only listen."""
         self._wanted = announcement
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._run(), name="mdns")
+        self._task.add_done_callback(note_failure)
 
     async def stop(self) -> None:
         """Say goodbye and close the sockets; may be called twice."""
@@ -363,6 +365,7 @@ class _Session:
         broadcast = asyncio.ensure_future(sent)
         self._broadcasts.add(broadcast)
         broadcast.add_done_callback(self._broadcasts.discard)
+        broadcast.add_done_callback(note_failure)
 
     def _changed(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange

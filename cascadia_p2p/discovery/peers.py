@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from cascadia_p2p.discovery.tasks import note_failure
 from cascadia_p2p.types import Endpoint
 
 __all__ = ["StaticPeers", "resolve"]
@@ -70,7 +71,12 @@ class StaticPeers:
 
     def start(self) -> None:
         """Begin offering; needs a running loop."""
-        self._tasks = [asyncio.create_task(self._keep(peer)) for peer in self._peers.values()]
+        self._tasks = [
+            asyncio.create_task(self._keep(peer), name=f"peer-{peer.endpoint}")
+            for peer in self._peers.values()
+        ]
+        for task in self._tasks:
+            task.add_done_callback(note_failure)
 
     async def stop(self) -> None:
         """End all lookups; may be called twice."""

@@ -32,13 +32,18 @@ class ClientBook:
         self._kept = kept
         self._issued = issued
         self._issued_stamp: tuple[int, int] | None = None
+        """Of the file as it was taken last."""
+        self._complained: tuple[tuple[int, int], str] | None = None
         self._list = ClientList()
         self._admitted: frozenset[bytes] = frozenset()
         self.rejected = 0
         """Lists that were not made with the fleet's key."""
         self.changed: Callable[[], None] = lambda: None
         """Called after the list has changed."""
-        self._take_file(kept)
+        try:
+            self._take(load_clients(kept, key.pair))
+        except CascadiaError as error:
+            _reject(error)
         self.look()
 
     @property
@@ -53,15 +58,22 @@ class ClientBook:
         return domain is Domain.CLIENTS and key in self._admitted
 
     def look(self) -> None:
-        """Take what was issued or withdrawn on this PC since the last look."""
+        """Take what was issued or withdrawn on this PC since the last look; what fails is tried again."""
         try:
             found = self._issued.stat()
         except OSError:
             return
         stamp = (found.st_mtime_ns, found.st_ino)
-        if stamp != self._issued_stamp:
-            self._issued_stamp = stamp
-            self._take_file(self._issued)
+        if stamp == self._issued_stamp:
+            return
+        try:
+            self._take(load_clients(self._issued, self._key.pair))
+        except CascadiaError as error:
+            if self._complained != (stamp, str(error)):
+                self._complained = stamp, str(error)
+                _reject(error)
+        else:
+            self._issued_stamp, self._complained = stamp, None
 
     def message(self, node: NodeId, instance: Instance, *, whole: bool) -> Clients:
         """What other nodes are told: the list's digest, and the list itself if `whole`."""
@@ -96,9 +108,7 @@ class ClientBook:
         )
         self.changed()
 
-    def _take_file(self, path: Path) -> None:
-        try:
-            self._take(load_clients(path, self._key.pair))
-        except CascadiaError as error:
-            # Nobody is admitted by a list that can not be read, and nobody who was withdrawn comes back.
-            _log.warning("client_list_rejected", message=str(error))
+
+def _reject(error: CascadiaError) -> None:
+    # Nobody is admitted by a list that can not be read, and nobody who was withdrawn comes back.
+    _log.warning("client_list_rejected", message=str(error))

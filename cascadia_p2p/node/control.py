@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from cascadia_p2p.errors import WireError
+from cascadia_p2p.errors import UnreachableError, WireError
 from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard, Undecodable
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, Stranger, knock
@@ -290,7 +290,7 @@ class ControlPlane:
         if sentence is not None:
             self._say_seldom(f"{stranger.host} {stranger.why}", sentence)
 
-    def _say_seldom(self, key: str, sentence: str) -> None:
+    def _say_seldom(self, key: str, sentence: str, *, event: str = "other_key") -> None:
         now = asyncio.get_running_loop().time()
         if now - self._reminders.get(key, float("-inf")) < REMIND_S:
             return
@@ -298,7 +298,7 @@ class ControlPlane:
         self._reminders.move_to_end(key)
         if len(self._reminders) > MAX_REMINDERS:
             self._reminders.popitem(last=False)
-        _log.warning("other_key", message=sentence)
+        _log.warning(event, message=sentence)
 
     def _knock_again(self, dialled: _Dialled, why: Dial) -> None:
         """Let a closed door be, and try it with a new socket later: a refused one never tries again."""
@@ -325,7 +325,12 @@ class ControlPlane:
         dialled.idle_since = loop.time()
         try:
             while True:
-                dialled.dialer = ControlDialer(self._network, dialled.endpoint)
+                try:
+                    dialled.dialer = ControlDialer(self._network, dialled.endpoint)
+                except UnreachableError as error:
+                    # Others tell addresses: one that is of no use must not end this node.
+                    self._say_seldom(f"{dialled.endpoint}", f"{error}; it is forgotten", event="not_dialled")
+                    return
                 with contextlib.suppress(SocketClosedError):
                     if not await self._listen(dialled, dialled.dialer):
                         return

@@ -373,7 +373,7 @@ class Node:
 
     def _greet(self, candidate: Candidate) -> None:
         if candidate.endpoint == self._profile.control:
-            self._discovery.reached(candidate)
+            self._discovery.own(candidate)
             return
         if len(self._candidates) < MAX_DIALLED or candidate.endpoint in self._candidates:
             self._candidates[candidate.endpoint] = candidate
@@ -524,9 +524,10 @@ class Node:
         if self._door_timer is not None:
             self._door_timer.cancel()
         if head is not None:
-            task = asyncio.create_task(head.close(reason))
+            task = asyncio.create_task(head.close(reason), name="door-closing")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+            task.add_done_callback(self._watch_task)
 
     # --- words --------------------------------------------------------------------------------------------
 

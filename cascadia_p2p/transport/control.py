@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -180,7 +181,15 @@ _EVENTS: Final = (
 
 
 class ControlDialer:
-    """A DEALER to one peer, dialled again for as long as it is open."""
+    """A DEALER to one peer, dialled again for as long as it is open.
+
+    Args:
+        network: makes the socket.
+        endpoint: a numeric address.
+
+    Raises:
+        UnreachableError: ZeroMQ does not take the address.
+    """
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -188,15 +197,16 @@ class ControlDialer:
         self._keyed = network.keys is not None
         self._shaken = False
         made = network.socket(zmq.DEALER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(made.close, linger=0)
+            network.present(made)
             self._signal = Signal()
             self._monitor = Monitor(made, _EVENTS, self._signal)
+            undone.callback(self._monitor.close)
             self._socket = LoopSocket(made, self._signal)
-            network.present(made)
+            undone.callback(self._socket.close, 0)
             connect(made, endpoint)
-        except BaseException:
-            made.close(linger=0)
-            raise
+            undone.pop_all()
 
     async def receive(self) -> bytes | Dial:
         """The next message, or what happened to the connection; safe to cancel, one task at a time."""

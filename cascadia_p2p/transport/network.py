@@ -13,7 +13,7 @@ from typing import Final
 import psutil
 import zmq
 
-from cascadia_p2p.errors import PortError
+from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.transport.curve import Authenticator, Domain, Keys, close_door, present
 from cascadia_p2p.types import Endpoint
 
@@ -205,10 +205,18 @@ def listen(host: str, port: int, flag: str, address_flag: str = "--bind") -> soc
 
 
 def connect(made: zmq.Socket[bytes], endpoint: Endpoint) -> None:
-    """Start connecting a socket; ZeroMQ goes on trying until the socket is closed."""
+    """Start connecting a socket; ZeroMQ goes on trying until the socket is closed.
+
+    Raises:
+        UnreachableError: ZeroMQ does not take the address.
+    """
     if ":" in endpoint.host:
         made.setsockopt(zmq.IPV6, 1)
-    made.connect(endpoint.tcp)
+    try:
+        made.connect(endpoint.tcp)
+    except zmq.ZMQError as error:
+        reason = zmq.strerror(error.errno or 0)
+        raise UnreachableError(f"'{endpoint}' is not an address to connect to ({reason})") from None
 
 
 def allow_many_descriptors() -> int:

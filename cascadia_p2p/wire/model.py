@@ -30,12 +30,9 @@ Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 def _checked_endpoint(endpoint: Endpoint) -> Endpoint:
-    if (
-        not 1 <= endpoint.port <= 65535
-        or not 1 <= len(endpoint.host) <= 255
-        or not endpoint.host.isprintable()
-    ):
-        raise ValueError("an endpoint needs a host of 1 to 255 characters and a port of 1 to 65535")
+    # A name would be looked up by ZeroMQ's only thread, at every attempt to connect.
+    if not (1 <= endpoint.port <= 65535 and len(endpoint.host) <= 255 and endpoint.numeric):
+        raise ValueError("an endpoint needs an IP address, not a name, and a port of 1 to 65535")
     return endpoint
 
 
@@ -66,6 +63,8 @@ JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_writable)]
 """Any JSON object that can be written again."""
 
 Address = Annotated[Endpoint, AfterValidator(_checked_endpoint)]
+"""Where a node can be reached, as it has bound it: sockets connect to it as it stands."""
+
 Formation = Annotated[Epoch, AfterValidator(_checked_epoch)]
 
 

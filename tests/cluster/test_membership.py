@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from fixtures.reference import load_case
 from cascadia_p2p.cli import main
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.config import Limits
+from cascadia_p2p.discovery import Candidate
 from cascadia_p2p.errors import ErrorCode, MismatchError, RequestError
 from cascadia_p2p.local import free_ports
+from cascadia_p2p.types import Instance
 from cascadia_p2p.wire.frames import PROTOCOL
 
 CASE = load_case("tiny12")
@@ -403,6 +406,24 @@ def test_exo_01_a_node_says_when_it_is_alone_and_only_then(shards: Shards, tmp_p
             await ring.until(lambda: time.monotonic() > deadline, "three times that time")
             assert not ring.sentences("alone")
             await right(head)
+
+    run(scenario())
+
+
+def test_forged_announcements_of_its_own_address_are_no_company_and_are_not_kept(
+    shards: Shards, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        model = shards(CASE, (6, 6))
+        async with fleet(tmp_path) as ring:
+            alone = await ring.start(model, shard=0, limits=Limits(alone_s=0.3))
+            node = alone.node
+            for number in range(100):
+                forged = replace(node._announcement(), instance=Instance(f"{number:016x}"))
+                node._greet(Candidate(alone.control, forged))
+            node._greet(Candidate(alone.control, peer=alone.control))
+            await ring.until(lambda: bool(ring.sentences("alone")), "the node says that it is alone")
+            assert not node._discovery._reached
 
     run(scenario())
 

@@ -15,6 +15,7 @@ import structlog
 from zeroconf import ServiceInfo
 from zeroconf.asyncio import AsyncZeroconf
 
+import cascadia_p2p.discovery.discovery as discovery_module
 import cascadia_p2p.discovery.mdns as mdns_module
 from cascadia_p2p.discovery import (
     Address,
@@ -270,6 +271,40 @@ def test_reached_candidates_stop_and_lost_ones_come_back(fleet: str) -> None:
                         await anext(discovery)
                 discovery.lost(candidate)
                 assert await anext(discovery) == candidate
+
+    asyncio.run(run())
+
+
+def test_what_was_reached_is_kept_once_an_address_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announcements are not verified: who forges them draws a new instance for each."""
+    monkeypatch.setattr(discovery_module, "_MAX_REACHED", 8)
+
+    async def run() -> None:
+        discovery = Discovery("f", HERE, mdns=False)
+
+        def heard(port: int, words: Announcement) -> Candidate:
+            return Candidate(Endpoint("127.0.0.1", port), words)
+
+        def offered(candidate: Candidate) -> bool:
+            discovery._pending.clear()
+            discovery._offer(candidate)
+            return bool(discovery._pending)
+
+        for _ in range(100):
+            discovery.reached(last := heard(7600, announcement("f")))
+        assert len(discovery._reached) == 1
+        assert not offered(last)
+        assert offered(heard(7600, announcement("f")))
+        words = announcement("f")
+        for port in range(7601, 7700):
+            discovery.reached(heard(port, words))
+        assert len(discovery._reached) == 8
+        assert offered(heard(7601, words))
+        assert not offered(heard(7699, words))
+        discovery.lost(heard(7699, announcement("f")))
+        assert not offered(heard(7699, words))
+        discovery.lost(heard(7699, words))
+        assert offered(heard(7699, words))
 
     asyncio.run(run())
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Coroutine, Iterator
 import pytest
 import structlog
 
+import cascadia_p2p.discovery.discovery as discovery_module
 import cascadia_p2p.discovery.peers as peers_module
 from cascadia_p2p.discovery import Address, Candidate, Discovery
+from cascadia_p2p.discovery.interfaces import Interface
 from cascadia_p2p.discovery.peers import StaticPeers, resolve
 from cascadia_p2p.errors import UsageError
 from cascadia_p2p.types import Endpoint
@@ -154,6 +156,61 @@ def test_exo_03_unknown_and_silent_names_hold_nobody_up(
 
     run(main, names)
     assert len([entry for entry in logs if entry["event"] == "peer_not_found"]) == 1
+
+
+def test_the_network_is_followed_on_after_its_addresses_could_not_be_listed(
+    monkeypatch: pytest.MonkeyPatch, logs: list[structlog.typing.EventDict]
+) -> None:
+    monkeypatch.setattr(discovery_module, "_LOOK", 0.01)
+    cable = Interface("eth0", ("192.0.2.7",))
+    many = OSError(24, "Too many open files")
+    answers: list[OSError | list[Interface]] = [many, many, many, [], many, many, [cable], [cable]]
+
+    def listed() -> list[Interface]:
+        answer = answers.pop(0) if answers else [cable]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(discovery_module, "list_interfaces", listed)
+
+    async def main() -> None:
+        moved: list[Address] = []
+        discovery = Discovery("f", Address("192.0.2.1", "eth0"), mdns=False, moved=moved.append)
+        await discovery.start()
+        await until(lambda: bool(moved), seconds=30.0)
+        assert moved[0].ip == discovery.address.ip == "192.0.2.7"
+        await discovery.stop()
+
+    asyncio.run(main())
+    unseen = [entry for entry in logs if entry["event"] == "network_unseen"]
+    assert len(unseen) == 2, "once for each time that it began to fail"
+    assert "Too many open files" in str(unseen[0]["message"])
+
+
+@pytest.mark.parametrize("name", ["network", "loneliness", f"peer-{NAME}"])
+def test_a_task_of_discovery_that_fails_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch, logs: list[structlog.typing.EventDict]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise RuntimeError("nobody thought of this")
+
+    work = {
+        "network": (Discovery, "_watch_network"),
+        "loneliness": (Discovery, "_watch_loneliness"),
+        f"peer-{NAME}": (StaticPeers, "_try"),
+    }
+    monkeypatch.setattr(*work[name], fail)
+
+    async def main() -> None:
+        discovery = Discovery("f", Address("127.0.0.1", "lo"), peers=[NAME], mdns=False)
+        await discovery.start()
+        await until(lambda: any(entry["event"] == "task_failed" for entry in logs))
+        await discovery.stop()
+
+    run(main, {"pc-two": [V4]})
+    (said,) = [entry for entry in logs if entry["event"] == "task_failed"]
+    assert said["message"] == f"the task '{name}' failed (nobody thought of this)"
 
 
 @pytest.mark.parametrize(

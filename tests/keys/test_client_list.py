@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import orjson
@@ -203,6 +204,35 @@ def test_what_is_issued_on_the_same_pc_is_read_when_it_changes(tmp_path: Path) -
     assert made.clients.version == 2, "a damaged file changes nothing"
     with pytest.raises(CascadiaError, match="remove it"):
         load_clients(issued, FLEET)
+
+
+def test_a_withdrawal_that_could_not_be_read_is_read_at_a_later_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has not changed since: that it could not be read is said once, and once for each file."""
+    issued = tmp_path / "garage.clients.json"
+    made = book(tmp_path, "one", issued=issued)
+    clients = ClientList().issue("alice", POOL[0])
+    save_clients(issued, clients, FLEET)
+    made.look()
+    save_clients(issued, clients.revoke("alice"), FLEET)
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with structlog.testing.capture_logs() as said:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_bytes", fail)
+            for _ in range(3):
+                made.look()
+            assert made.admits(Domain.CLIENTS, POOL[0])
+            save_clients(issued, clients.revoke("alice").issue("bob", POOL[1]), FLEET)
+            for _ in range(3):
+                made.look()
+        made.look()
+    assert not made.admits(Domain.CLIENTS, POOL[0])
+    assert made.admits(Domain.CLIENTS, POOL[1])
+    assert [each["event"] for each in said] == ["client_list_rejected"] * 2 + ["client_list"]
 
 
 def test_a_list_that_can_not_be_read_opens_to_nobody(tmp_path: Path) -> None:

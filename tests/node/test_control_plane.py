@@ -6,13 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import structlog
 
 from cascadia_p2p.node.control import ControlPlane
 from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
 from cascadia_p2p.transport.network import Network
-from cascadia_p2p.types import Instance, NodeId
+from cascadia_p2p.types import Endpoint, Instance, NodeId
 from cascadia_p2p.wire.messages import StatusQuery, encode
 
 NODE = NodeId("ab" * 8)
@@ -74,3 +75,39 @@ def test_a_later_instance_that_was_not_dialled_yet_is_lost_when_its_port_refuses
                 await scenario(network)
 
     asyncio.run(bounded())
+
+
+def test_an_address_that_can_not_be_dialled_is_forgotten_and_others_are_still_dialled() -> None:
+    """Whoever tells it must not end the node, and the sockets of each attempt leave the loop."""
+    ended: list[asyncio.Task[None]] = []
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        door = Door(None, None, "office", Path("/nowhere"))
+        plane = ControlPlane(network, server, door, StatusQuery, lambda event: None, ended.append)
+        plane.start()
+        for host in ("a b", "/etc", "-x", "*", "ü", "fe80::1%a b"):
+            for lasting in (False, True):
+                plane.dial(Endpoint(host, 7600), lasting=lasting)
+        while plane._dialled:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
+        assert [task.exception() for task in ended] == [None] * len(ended)
+        peers = [ControlServer(network, "127.0.0.1", 0) for _ in range(4)]
+        for peer in peers:
+            plane.dial(peer.endpoint)
+        for peer in peers:
+            await peer.receive()
+            peer.close()
+        await plane.close()
+
+    async def bounded() -> None:
+        with Network() as network:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(network)
+
+    with structlog.testing.capture_logs() as said:
+        asyncio.run(bounded())
+    assert len(ended) >= 6
+    refused = [line for line in said if line["event"] == "not_dialled"]
+    assert len(refused) == 6
+    assert "'/etc:7600' is not an address to connect to" in str(refused)

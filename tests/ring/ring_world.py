@@ -23,6 +23,7 @@ TIMES = Times()
 
 def profile(index: int, run: int = 0, **changes: object) -> NodeProfile:
     """The node number `index` in its run number `run`."""
+    host = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
     base = NodeProfile(
         node=NodeId(f"{index:016x}"),
         instance=Instance(f"{index:08x}{run:08x}"),
@@ -36,9 +37,9 @@ def profile(index: int, run: int = 0, **changes: object) -> NodeProfile:
         hidden=64,
         holds=(0, 1, 2),
         promise=Promise(4, 128, 8),
-        control=Endpoint(f"10.0.0.{index}", 7600),
-        data=Endpoint(f"10.0.0.{index}", 7601),
-        client=Endpoint(f"10.0.0.{index}", 7610),
+        control=Endpoint(host, 7600),
+        data=Endpoint(host, 7601),
+        client=Endpoint(host, 7610),
         device="CPU",
         pid=1000 + index,
     )

@@ -151,13 +151,13 @@ def test_exo_19_other_version_is_a_value(kind: str, version: int) -> None:
         (changed(MESSAGES[0], shards=True), "shards"),
         (changed(MESSAGES[0], holds=[0] * 1025), "holds"),
         (changed(MESSAGES[0], protocol="1"), "protocol"),
-        (changed(MESSAGES[0], control={"host": "h", "port": 0}), "control"),
-        (changed(MESSAGES[0], control={"host": "h", "port": 1, "extra": 1}), "control"),
+        (changed(MESSAGES[0], control={"host": "10.0.0.1", "port": 0}), "control"),
+        (changed(MESSAGES[0], control={"host": "10.0.0.1", "port": 1, "extra": 1}), "control"),
         (changed(MESSAGES[0], promise={"slots": 0, "context": 1, "rows": 1}), "promise"),
         (changed(MESSAGES[6], epoch={"counter": -1, "head": RUN}), "epoch"),
         (changed(MESSAGES[6], epoch={"counter": 1, "head": "x"}), "epoch"),
-        (changed(MESSAGES[5], members=[]), "members"),
-        (changed(MESSAGES[10], progress=2**63), "progress"),
+        (changed(MESSAGES[6], members=[]), "members"),
+        (changed(MESSAGES[11], progress=2**63), "progress"),
         (changed(MESSAGES[3], progress=1.5), "progress"),
         (changed(MESSAGES[17], number=-1), "number"),
         (changed(MESSAGES[17], gone=["3"]), "gone"),
@@ -173,6 +173,49 @@ def test_control_refusals_name_the_field(data: bytes, words: str) -> None:
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *(
+            "",
+            "a b",
+            "/etc",
+            "-x",
+            "*",
+            "[",
+            "ü" * 60,
+            "x" * 70,
+            "a..b",
+            "127.0.0.1%",
+            "1.2.3.4;5",
+            "10.0.0.1%lo",
+        ),
+        *("fe80::1%", "fe80::1%a b", "fe80::1%ü", "fe80::1%a]b", "fe80::1%" + "x" * 250),
+        *("localhost", "desk-3", "desk-3.example"),
+    ],
+)
+def test_addresses_that_no_socket_connects_to_are_refused_wherever_they_stand(host: str) -> None:
+    """ZeroMQ refuses some of them with an error, and of names it keeps its only thread waiting."""
+    told = {"host": host, "port": 7600}
+    for index, field in ((0, "control"), (0, "data"), (1, "client"), (3, "client")):
+        with pytest.raises(WireError, match=f"{field}.: an endpoint needs an IP address"):
+            m.decode_control(changed(MESSAGES[index], **{field: told}))
+    with pytest.raises(WireError, match=r"peers.*an IP address"):
+        m.decode_control(changed(MESSAGES[0], peers=[told]))
+    member = {**WHO, "shard": 0, "data": told}
+    with pytest.raises(WireError, match=r"members.*an IP address"):
+        m.decode_control(changed(MESSAGES[6], members=[member]))
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::1", "fe80::1%eth0", "fe80::1%enp0s31f6.20", "fe80::1%12"])
+def test_addresses_are_taken_as_sockets_spell_them(host: str) -> None:
+    told = {"host": host, "port": 7600}
+    message = m.decode_control(changed(MESSAGES[0], control=told, data=told, peers=[told]))
+    assert isinstance(message, m.Greeting)
+    assert message.control == message.data == message.peers[0] == Endpoint(host, 7600)
+    assert Endpoint.parse(str(message.control)) == message.control
 
 
 json_values = st.recursive(
