@@ -10,6 +10,7 @@ second loss all the same, all of them are set apart, and go on one after the oth
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -61,11 +62,16 @@ class HeadConductor:
     def __init__(self, scheduler: Scheduler, deliver: Deliver) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
+        self._numbers = itertools.count(1)
         self._in_flight: deque[tuple[int, npt.NDArray[np.uint64]]] = deque()
         self._suspected: dict[StreamId, int] = {}
         self._latest: set[StreamId] = set()
         self._spared: dict[StreamId, tuple[int, int]] = {}
         self._outage: _Outage | None = None
+
+    def number_stream(self) -> StreamId:
+        """A number that no stream has had, at whichever door; from any thread."""
+        return StreamId(next(self._numbers))
 
     def schedule(self) -> Plan | None:
         """The next frame, or None when there is nothing to send now."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,7 +130,6 @@ class HeadService:
         self._queue_wait_s = queue_wait_s
         self._recovery_s = recovery_s
         self._watch = watch
-        self._numbers = itertools.count(1)
         self._pending = PendingRequests()
         self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -144,7 +142,7 @@ class HeadService:
         self.journal = journal
         self._kept = KeptAnswers(forgotten=journal.dropped)
         for record in kept:
-            record.number = next(self._numbers)
+            record.number = conductor.number_stream()
             self._kept.keep(record, self._loop.time() if record.finish is None else record.since)
         self.counts = HeadCounts()
         self.meter = HeadMeter()
@@ -326,7 +324,7 @@ class HeadService:
                 "field 'stream': a REQ socket takes one reply a request: use a DEALER socket, or send false",
                 request_id=request.id,
             )
-        stream = StreamId(next(self._numbers))
+        stream = self._conductor.number_stream()
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
         if self._desk.is_long(request):

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from test_head_service import DEADLINE_S, END, Ring, door, heard, until, words
 
+from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.kept import AnswerName, Asked, Record
 from cascadia_p2p.ring.scheduler import Score, StreamRequest, Update
@@ -323,5 +324,22 @@ def test_a_prompt_that_is_still_read_when_the_head_is_to_end_is_refused_at_once(
                 assert (told["id"], told["error"]["code"]) == ("a", "ring_incomplete")
                 assert told["error"]["retry_after_s"] > 0
                 assert not ring.streams
+
+    run(scenario())
+
+
+def test_who_is_head_again_gives_no_number_twice() -> None:
+    """Streams are known to the conductor, which outlives the door, by their numbers alone."""
+
+    async def scenario() -> None:
+        ring, given = Ring(), []
+        for _ in range(2):
+            async with door(ring=ring) as (_, endpoint):
+                with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                    await send(socket, key=None)
+                    given.append(await ring.stream())
+                    ring.drop(given[-1], RequestError(ErrorCode.INTERNAL, "enough"))
+                    assert "error" in await heard(socket)
+        assert len(set(given)) == 2
 
     run(scenario())
