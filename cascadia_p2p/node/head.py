@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol, TypeAlias
 
@@ -17,7 +17,7 @@ from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
-from cascadia_p2p.node.meters import HeadMeter
+from cascadia_p2p.node.meters import HeadCounts, HeadMeter
 from cascadia_p2p.node.outbox import Outbox
 from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
@@ -74,19 +74,6 @@ class DataCaller(Protocol):
     def call(self, function: Callable[[], None]) -> None:
         """Hand `function` over; from any thread."""
         ...
-
-
-@dataclass(slots=True)
-class HeadCounts:
-    """What the door has seen since it opened."""
-
-    accepted: int = 0
-    finished: int = 0
-    failed: int = 0
-    refused: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 class HeadService:
@@ -360,7 +347,7 @@ class HeadService:
             self._refuse(pending.route, failure)
 
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
-        if (answer := pending.answer) is None:
+        if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):
             return
         try:
             left = self._resume(accepted, pending, answer)
@@ -415,19 +402,29 @@ class HeadService:
         self._send_piece(accepted.stream, pending)
         return accepted
 
+    def _takes_place(self, stream: StreamId, pending: Pending) -> bool:
+        """Whether a request is the last of its name that came; an earlier one ends, be it this one.
+
+        They may be read in another order than they came.
+        """
+        if pending.name is None:
+            return True
+        first, last = self._pending.take_place(pending.name, stream)
+        if first != last and (replaced := self._pending.remove(first)) is not None:
+            self._drop(first, _ASKED_AGAIN)
+            self._break_off(replaced)
+            self.counts.cancelled += 1
+            asker = self._pending.get(last)
+            if asker is None or asker.route != replaced.route:
+                error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
+                self._send(replaced.route, encode(ErrorReply.of(error)))
+        return last == stream
+
     def _recall(self, accepted: StreamRequest, pending: Pending, asked: Asked) -> Record | None:
-        """What is known of an answer; what still runs under the same name ends."""
+        """What is known of an answer."""
         name, request = pending.name, pending.request
         if name is None:
             return None
-        before = self._pending.take_place(name, accepted.stream)
-        if before is not None and (replaced := self._pending.remove(before)) is not None:
-            self._drop(before, _ASKED_AGAIN)
-            self._break_off(replaced)
-            self.counts.cancelled += 1
-            if replaced.route != pending.route:
-                error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
-                self._send(replaced.route, encode(ErrorReply.of(error)))
         seeded = not request.temperature or request.seed is not None
         return self._kept.find(name, asked, accepted.held, self._loop.time(), seeded=seeded)
 

@@ -343,3 +343,38 @@ def test_who_is_head_again_gives_no_number_twice() -> None:
         assert len(set(given)) == 2
 
     run(scenario())
+
+
+def test_who_asked_last_gets_the_answer_though_an_earlier_request_is_read_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = threading.Event()
+    accept = AnswerDesk.accept
+
+    def slowly(desk: AnswerDesk, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
+        assert request.id != "first" or read.wait(DEADLINE_S)
+        return accept(desk, request, stream)
+
+    monkeypatch.setattr(AnswerDesk, "is_long", lambda *_: True)
+    monkeypatch.setattr(AnswerDesk, "accept", slowly)
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with (
+                zmq.asyncio.Context() as context,
+                dealer(context, endpoint) as first,
+                dealer(context, endpoint) as last,
+            ):
+                await send(first, id="first")
+                await until(lambda: ring.service.pending == 1)
+                await send(last, id="last")
+                stream = await ring.stream()
+                read.set()
+                told = await heard(first)
+                assert (told["id"], told["error"]["code"]) == ("first", "cancelled")
+                assert "asked again over another connection" in told["error"]["message"]
+                assert list(ring.streams) == [stream]
+                ring.give(stream, [END])
+                assert (await rest(last))[1]["id"] == "last"
+
+    run(scenario())
