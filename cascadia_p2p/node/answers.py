@@ -29,7 +29,13 @@ from cascadia_p2p.wire.messages import (
 )
 
 LONG_TEXT: Final = 20_000
-"""Characters of a prompt from which turning it into ids would hold up an event loop."""
+"""Bytes of a request with text from which turning that into ids would hold up an event loop."""
+
+LONG_ANSWER: Final = 4000
+"""Ids that a client holds from which turning them into text would do so."""
+
+LONG_TALK: Final = 100
+"""Messages from which framing them would do so, however short they are."""
 
 SEED_BITS: Final = 53
 """Of the seeds that are drawn here: as many as the numbers of any JSON reader keep."""
@@ -44,10 +50,12 @@ class ModelFacts:
     Args:
         vocab: valid token ids are 0 to vocab - 1.
         eos_ids: the ids that end an answer; may be empty.
+        context: positions that it was made for; no ring has room for more of a stream.
     """
 
     vocab: int
     eos_ids: frozenset[int]
+    context: int = 2**63 - 1
 
 
 class Answer:
@@ -220,40 +228,33 @@ class AnswerDesk:
         self._tokenizer = tokenizer
         self._chat = chat
 
-    def is_long(self, request: GenerateRequest) -> bool:
-        """Whether `accept` may take long."""
+    def is_long(self, request: GenerateRequest, size: int) -> bool:
+        """Whether `accept` may take long for a request that came in `size` bytes."""
         if request.messages is not None and self._chat is not None and self._chat.templated:
             # What a model's own template does is not known beforehand.
             return True
-        texts = [message.content or "" for message in request.messages or ()]
-        return len(texts) > 100 or sum(map(len, texts)) + len(request.prompt or "") > LONG_TEXT
+        if len(request.messages or ()) > LONG_TALK or len(request.held) > LONG_ANSWER:
+            return True
+        return request.token_ids is None and size > LONG_TEXT
 
     def accept(self, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
         """The stream that answers `request`, and what its answer is read with.
 
         Raises:
-            RequestError: `bad_request` for a prompt that this model can not take; carries the request's id.
+            RequestError: `bad_request` for a prompt that this model can not take, `context_overflow` for one
+                that is too long for it; carries the request's id.
         """
+        self._judge(request)
         try:
             ids, ends, splitter = self._read(request)
         except RequestError as error:
             raise RequestError(error.code, error.message, request_id=request.id) from None
+        if len(ids) > self._facts.context:
+            self._refuse_length(request, f"the prompt is {len(ids)} tokens")
         top = self._facts.vocab - 1
-        if max(request.stop_token_ids, default=0) > top:
-            text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
-            self._refuse(request, f"{text}: this model's ids are 0 to {top}")
-        if max(request.held, default=0) > top:
-            self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
-        if len(request.held) > request.max_tokens:
-            text = f"field 'held' holds {len(request.held)} ids, and 'max_tokens' allows {request.max_tokens}"
-            self._refuse(request, f"{text}: send what came of this answer, with the 'max_tokens' it had")
         if max(ids) > top:
             text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
             self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")
-        if request.stop and self._tokenizer is None:
-            self._refuse(
-                request, "this model came without a tokenizer: send 'stop_token_ids' instead of 'stop'"
-            )
         stops = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= ends
@@ -266,6 +267,24 @@ class AnswerDesk:
         answer = Answer(request, reader, self._tokenizer, seed)
         answer.hold(request.held)
         return asked, answer
+
+    def _judge(self, request: GenerateRequest) -> None:
+        """Refuse what can be told without reading the prompt."""
+        top, held = self._facts.vocab - 1, len(request.held)
+        if held > request.max_tokens:
+            text = f"field 'held' holds {held} ids, and 'max_tokens' allows {request.max_tokens}"
+            self._refuse(request, f"{text}: send what came of this answer, with the 'max_tokens' it had")
+        if held > self._facts.context:
+            self._refuse_length(request, f"field 'held' holds {held} ids")
+        if max(request.stop_token_ids, default=0) > top:
+            text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
+            self._refuse(request, f"{text}: this model's ids are 0 to {top}")
+        if max(request.held, default=0) > top:
+            self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
+        if request.stop and self._tokenizer is None:
+            self._refuse(
+                request, "this model came without a tokenizer: send 'stop_token_ids' instead of 'stop'"
+            )
 
     def _read(self, request: GenerateRequest) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
         """The prompt's ids, the ids that end an answer to it, and what splits that into its parts."""
@@ -302,6 +321,10 @@ class AnswerDesk:
 
     def _refuse(self, request: GenerateRequest, message: str) -> NoReturn:
         raise RequestError(ErrorCode.BAD_REQUEST, message, request_id=request.id)
+
+    def _refuse_length(self, request: GenerateRequest, what: str) -> NoReturn:
+        text = f"{what}, and this model was made for {self._facts.context}: shorten it"
+        raise RequestError(ErrorCode.CONTEXT_OVERFLOW, text, request_id=request.id)
 
 
 def _sampling(request: GenerateRequest) -> Sampling:

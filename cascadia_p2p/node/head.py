@@ -314,7 +314,7 @@ class HeadService:
         stream = self._conductor.number_stream()
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
-        if self._desk.is_long(request):
+        if self._desk.is_long(request, len(call.data)):
             self._pending.add(stream, pending)
             task = asyncio.create_task(self._read(stream, pending), name="prompt")
             self._reading.add(task)
