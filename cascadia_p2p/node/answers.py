@@ -42,6 +42,9 @@ SEED_BITS: Final = 53
 
 _LOWEST: Final = -3.4e38
 
+_READ: Final = {"prompt": None, "token_ids": None, "messages": None, "tools": None, "held": ()}
+"""What is left of a request's fields once it has become ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -75,7 +78,8 @@ class Answer:
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
     ) -> None:
-        self._request = request
+        self.request = request
+        """What it answers."""
         self._reader = reader
         self._tokenizer = tokenizer
         self.seed = seed
@@ -99,7 +103,7 @@ class Answer:
         """Add tokens, and what they scored, as they come; those behind a stop string do not count."""
         known = len(self.ids)
         self._add(tokens)
-        if self._request.logprobs is not None:
+        if self.request.logprobs is not None:
             self._score(self.ids[known:], scores)
 
     def _score(self, ids: Iterable[int], scores: Iterable[Score]) -> None:
@@ -126,7 +130,7 @@ class Answer:
 
     def recall(self, scores: Iterable[Score]) -> None:
         """What the ids that it began with scored, if logprobs were asked for."""
-        if self._request.logprobs is not None:
+        if self.request.logprobs is not None:
             self._score(self.ids, scores)
 
     def piece(self) -> StreamPiece | None:
@@ -156,7 +160,7 @@ class Answer:
         """The reply, behind `finish`; an id that ended the answer is the last of `token_ids`, not text."""
         calls = self._reader.calls if self._reader is not None else ()
         return GenerateReply(
-            id=self._request.id,
+            id=self.request.id,
             text=None if self._reader is None else "".join(piece.text for piece in self._shown),
             reasoning="".join(piece.reasoning for piece in self._shown) or None,
             tool_calls=tuple(
@@ -174,8 +178,8 @@ class Answer:
                 cached_tokens=stream.reused,
             ),
             timings=_timings(stream, len(self.ids)),
-            seq=self._seq + 1 if self._request.stream else None,
-            final=True if self._request.stream else None,
+            seq=self._seq + 1 if self.request.stream else None,
+            final=True if self.request.stream else None,
         )
 
     def _take(self) -> Piece:
@@ -189,7 +193,7 @@ class Answer:
         scores = self._scores_from(self._told)
         ids, self._told = tuple(self.ids[self._told :]), len(self.ids)
         return StreamPiece(
-            id=self._request.id,
+            id=self.request.id,
             seq=self._seq,
             text=None if shown is None else shown.text,
             reasoning=None if shown is None else shown.reasoning or None,
@@ -199,7 +203,7 @@ class Answer:
         )
 
     def _scores_from(self, place: int) -> tuple[TokenScore, ...] | None:
-        return None if self._request.logprobs is None else tuple(self._scores[place:])
+        return None if self.request.logprobs is None else tuple(self._scores[place:])
 
     def _scored(self, token: int, score: Score) -> TokenScore:
         named = tuple(
@@ -264,7 +268,9 @@ class AnswerDesk:
         asked = StreamRequest(
             stream, ids, request.max_tokens, stops, sampling, request.logprobs or 0, request.held
         )
-        answer = Answer(request, reader, self._tokenizer, seed)
+        # What it was read from may be megabytes, and nobody needs that again.
+        rest = request.model_copy(update=_READ)
+        answer = Answer(rest, reader, self._tokenizer, seed)
         answer.hold(request.held)
         return asked, answer
 

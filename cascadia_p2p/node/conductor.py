@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,14 @@ class _Outage:
     since: float
     reason: str
     missing: tuple[int, ...]
+
+
+class DataCaller(Protocol):
+    """Runs a function in the data thread, soon."""
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Hand `function` over; from any thread."""
+        ...
 
 
 class HeadConductor:
@@ -138,6 +146,10 @@ class HeadConductor:
     def prefixes(self) -> PrefixCounts:
         """What prefix reuse has done; any thread may read any field at any time."""
         return self._scheduler.prefix_counts
+
+    def overload(self, reading: int) -> RequestError | None:
+        """See `Scheduler.overload`; from any thread."""
+        return self._scheduler.overload(time.monotonic(), reading)
 
     def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
         """Queue a stream; `refused` is called instead when there is no place for it."""

@@ -7,18 +7,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
-from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.conductor import DataCaller, HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
 from cascadia_p2p.node.meters import HeadCounts, HeadMeter
 from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.node.reading import Reading
 from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
@@ -68,14 +69,6 @@ _log = structlog.get_logger()
 StatusBody: TypeAlias = dict[str, JsonValue]
 
 
-class DataCaller(Protocol):
-    """Runs a function in the data thread, soon."""
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Hand `function` over; from any thread."""
-        ...
-
-
 class HeadService:
     """Serves the client port of the head node for as long as it is the head.
 
@@ -120,7 +113,7 @@ class HeadService:
         self._pending = PendingRequests()
         self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading = Reading(conductor.overload)
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(server, self._cancel_connection)
         self._due: set[StreamId] = set()
@@ -177,9 +170,10 @@ class HeadService:
         for stream, _ in self._pending:
             self._data.call(lambda stream=stream: self._conductor.drop(stream, error))  # type: ignore[misc]
             self._fail(stream, error)
-        for task in (*self._tasks, *self._reading):
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._reading, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._reading.close()
         if self._due_timer is not None:
             self._due_timer.cancel()
         if self._place_timer is not None:
@@ -315,19 +309,23 @@ class HeadService:
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
         if self._desk.is_long(request, len(call.data)):
+            if (refusal := self._reading.refusal(len(call.data))) is not None:
+                raise _named(refusal, request)
             self._pending.add(stream, pending)
-            task = asyncio.create_task(self._read(stream, pending), name="prompt")
-            self._reading.add(task)
-            task.add_done_callback(self._reading.discard)
+            self._reading.start(self._read(stream, pending), len(call.data))
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._pending.add(stream, pending)
         self._submit(accepted, pending)
 
     async def _read(self, stream: StreamId, pending: Pending) -> None:
-        """Accept a request whose prompt takes long to be turned into ids."""
+        """Accept a request that takes long to be read."""
+        found, failure = None, None
         try:
-            accepted, answer = await asyncio.to_thread(self._desk.accept, pending.request, stream)
+            found = await self._reading.read(
+                partial(self._desk.accept, pending.request, stream),
+                lambda: stream in self._pending and self._draining is None,
+            )
         except RequestError as error:
             failure = error
         except Exception:
@@ -335,16 +333,16 @@ class HeadService:
             failure = RequestError(
                 ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
             )
-        else:
-            # Its client may have gone meanwhile, and the head may be about to.
-            if self._draining is None:
-                if stream in self._pending:
-                    pending.answer = answer
-                    self._submit(accepted, pending)
-                return
+        # Its client may have gone meanwhile, and the head may be about to.
+        if failure is None and self._draining is not None:
             failure = _named(self._draining, pending.request)
-        if self._pending.remove(stream) is not None:
-            self._refuse(pending.route, failure)
+        if failure is not None:
+            if self._pending.remove(stream) is not None:
+                self._refuse(pending.route, failure)
+        elif found is not None and stream in self._pending:
+            accepted, pending.answer = found
+            pending.request = pending.answer.request
+            self._submit(accepted, pending)
 
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
         if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):

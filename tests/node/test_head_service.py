@@ -68,6 +68,7 @@ class Ring:
         self.streams: dict[StreamId, Stream] = {}
         self.ended: list[StreamId] = []
         self.queue: list[StreamId] = []
+        self.overload: Callable[[int], RequestError | None] = lambda _: None
         self.number_stream = HeadConductor(Scheduler(Policy()), lambda _: None).number_stream
         self.service: HeadService
 
