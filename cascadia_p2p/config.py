@@ -124,9 +124,9 @@ class Limits(_Section):
     stuck_s: _Seconds = Field(5.0, description="least time without progress after which a node is stuck")
     settle_s: _Seconds = Field(1.0, description="quiet time without a newcomer before shards are assigned")
     alone_s: _Seconds = Field(10.0, description="time alone after which a node says so")
-    queue_wait_s: _Seconds = Field(600.0, description="longest wait of a request in the queue")
+    queue_wait_s: _Seconds = Field(600.0, description="longest wait of a request in an open ring's queue")
     recovery_s: _Seconds = Field(
-        900.0, description="longest wait of a request for a lost node, or another in its place"
+        900.0, description="longest wait of a request for a ring: for a lost node, or another in its place"
     )
     drain_s: _Seconds = Field(
         60.0, description="longest time that a node which is asked to end goes on with what runs"

@@ -61,10 +61,15 @@ class Ring:
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
+        self._numbers = itertools.count(1)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run at once."""
         function()
+
+    def number_stream(self) -> StreamId:
+        """A new number."""
+        return StreamId(next(self._numbers))
 
     def submit(self, request: StreamRequest, *_: object) -> None:
         """Take a stream."""

@@ -29,12 +29,21 @@ from cascadia_p2p.wire.messages import (
 )
 
 LONG_TEXT: Final = 20_000
-"""Characters of a prompt from which turning it into ids would hold up an event loop."""
+"""Bytes of a request with text from which turning that into ids would hold up an event loop."""
+
+LONG_ANSWER: Final = 4000
+"""Ids that a client holds from which turning them into text would do so."""
+
+LONG_TALK: Final = 100
+"""Messages from which framing them would do so, however short they are."""
 
 SEED_BITS: Final = 53
 """Of the seeds that are drawn here: as many as the numbers of any JSON reader keep."""
 
 _LOWEST: Final = -3.4e38
+
+_READ: Final = {"prompt": None, "token_ids": None, "messages": None, "tools": None, "held": ()}
+"""What is left of a request's fields once it has become ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +53,12 @@ class ModelFacts:
     Args:
         vocab: valid token ids are 0 to vocab - 1.
         eos_ids: the ids that end an answer; may be empty.
+        context: positions that it was made for; no ring has room for more of a stream.
     """
 
     vocab: int
     eos_ids: frozenset[int]
+    context: int = 2**63 - 1
 
 
 class Answer:
@@ -67,7 +78,8 @@ class Answer:
         tokenizer: Tokenizer | None = None,
         seed: int | None = None,
     ) -> None:
-        self._request = request
+        self.request = request
+        """What it answers."""
         self._reader = reader
         self._tokenizer = tokenizer
         self.seed = seed
@@ -91,7 +103,7 @@ class Answer:
         """Add tokens, and what they scored, as they come; those behind a stop string do not count."""
         known = len(self.ids)
         self._add(tokens)
-        if self._request.logprobs is not None:
+        if self.request.logprobs is not None:
             self._score(self.ids[known:], scores)
 
     def _score(self, ids: Iterable[int], scores: Iterable[Score]) -> None:
@@ -118,7 +130,7 @@ class Answer:
 
     def recall(self, scores: Iterable[Score]) -> None:
         """What the ids that it began with scored, if logprobs were asked for."""
-        if self._request.logprobs is not None:
+        if self.request.logprobs is not None:
             self._score(self.ids, scores)
 
     def piece(self) -> StreamPiece | None:
@@ -148,7 +160,7 @@ class Answer:
         """The reply, behind `finish`; an id that ended the answer is the last of `token_ids`, not text."""
         calls = self._reader.calls if self._reader is not None else ()
         return GenerateReply(
-            id=self._request.id,
+            id=self.request.id,
             text=None if self._reader is None else "".join(piece.text for piece in self._shown),
             reasoning="".join(piece.reasoning for piece in self._shown) or None,
             tool_calls=tuple(
@@ -166,8 +178,8 @@ class Answer:
                 cached_tokens=stream.reused,
             ),
             timings=_timings(stream, len(self.ids)),
-            seq=self._seq + 1 if self._request.stream else None,
-            final=True if self._request.stream else None,
+            seq=self._seq + 1 if self.request.stream else None,
+            final=True if self.request.stream else None,
         )
 
     def _take(self) -> Piece:
@@ -181,7 +193,7 @@ class Answer:
         scores = self._scores_from(self._told)
         ids, self._told = tuple(self.ids[self._told :]), len(self.ids)
         return StreamPiece(
-            id=self._request.id,
+            id=self.request.id,
             seq=self._seq,
             text=None if shown is None else shown.text,
             reasoning=None if shown is None else shown.reasoning or None,
@@ -191,7 +203,7 @@ class Answer:
         )
 
     def _scores_from(self, place: int) -> tuple[TokenScore, ...] | None:
-        return None if self._request.logprobs is None else tuple(self._scores[place:])
+        return None if self.request.logprobs is None else tuple(self._scores[place:])
 
     def _scored(self, token: int, score: Score) -> TokenScore:
         named = tuple(
@@ -220,40 +232,33 @@ class AnswerDesk:
         self._tokenizer = tokenizer
         self._chat = chat
 
-    def is_long(self, request: GenerateRequest) -> bool:
-        """Whether `accept` may take long."""
+    def is_long(self, request: GenerateRequest, size: int) -> bool:
+        """Whether `accept` may take long for a request that came in `size` bytes."""
         if request.messages is not None and self._chat is not None and self._chat.templated:
             # What a model's own template does is not known beforehand.
             return True
-        texts = [message.content or "" for message in request.messages or ()]
-        return len(texts) > 100 or sum(map(len, texts)) + len(request.prompt or "") > LONG_TEXT
+        if len(request.messages or ()) > LONG_TALK or len(request.held) > LONG_ANSWER:
+            return True
+        return request.token_ids is None and size > LONG_TEXT
 
     def accept(self, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
         """The stream that answers `request`, and what its answer is read with.
 
         Raises:
-            RequestError: `bad_request` for a prompt that this model can not take; carries the request's id.
+            RequestError: `bad_request` for a prompt that this model can not take, `context_overflow` for one
+                that is too long for it; carries the request's id.
         """
+        self._judge(request)
         try:
             ids, ends, splitter = self._read(request)
         except RequestError as error:
             raise RequestError(error.code, error.message, request_id=request.id) from None
+        if len(ids) > self._facts.context:
+            self._refuse_length(request, f"the prompt is {len(ids)} tokens")
         top = self._facts.vocab - 1
-        if max(request.stop_token_ids, default=0) > top:
-            text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
-            self._refuse(request, f"{text}: this model's ids are 0 to {top}")
-        if max(request.held, default=0) > top:
-            self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
-        if len(request.held) > request.max_tokens:
-            text = f"field 'held' holds {len(request.held)} ids, and 'max_tokens' allows {request.max_tokens}"
-            self._refuse(request, f"{text}: send what came of this answer, with the 'max_tokens' it had")
         if max(ids) > top:
             text = "field 'token_ids' holds" if request.token_ids is not None else "the tokenizer gives"
             self._refuse(request, f"{text} {max(ids)}: this model's ids are 0 to {top}")
-        if request.stop and self._tokenizer is None:
-            self._refuse(
-                request, "this model came without a tokenizer: send 'stop_token_ids' instead of 'stop'"
-            )
         stops = frozenset(request.stop_token_ids)
         if not request.ignore_eos:
             stops |= ends
@@ -263,9 +268,29 @@ class AnswerDesk:
         asked = StreamRequest(
             stream, ids, request.max_tokens, stops, sampling, request.logprobs or 0, request.held
         )
-        answer = Answer(request, reader, self._tokenizer, seed)
+        # What it was read from may be megabytes, and nobody needs that again.
+        rest = request.model_copy(update=_READ)
+        answer = Answer(rest, reader, self._tokenizer, seed)
         answer.hold(request.held)
         return asked, answer
+
+    def _judge(self, request: GenerateRequest) -> None:
+        """Refuse what can be told without reading the prompt."""
+        top, held = self._facts.vocab - 1, len(request.held)
+        if held > request.max_tokens:
+            text = f"field 'held' holds {held} ids, and 'max_tokens' allows {request.max_tokens}"
+            self._refuse(request, f"{text}: send what came of this answer, with the 'max_tokens' it had")
+        if held > self._facts.context:
+            self._refuse_length(request, f"field 'held' holds {held} ids")
+        if max(request.stop_token_ids, default=0) > top:
+            text = f"field 'stop_token_ids' holds {max(request.stop_token_ids)}"
+            self._refuse(request, f"{text}: this model's ids are 0 to {top}")
+        if max(request.held, default=0) > top:
+            self._refuse(request, f"field 'held' holds {max(request.held)}: this model's ids are 0 to {top}")
+        if request.stop and self._tokenizer is None:
+            self._refuse(
+                request, "this model came without a tokenizer: send 'stop_token_ids' instead of 'stop'"
+            )
 
     def _read(self, request: GenerateRequest) -> tuple[tuple[int, ...], frozenset[int], Splitter | None]:
         """The prompt's ids, the ids that end an answer to it, and what splits that into its parts."""
@@ -302,6 +327,10 @@ class AnswerDesk:
 
     def _refuse(self, request: GenerateRequest, message: str) -> NoReturn:
         raise RequestError(ErrorCode.BAD_REQUEST, message, request_id=request.id)
+
+    def _refuse_length(self, request: GenerateRequest, what: str) -> NoReturn:
+        text = f"{what}, and this model was made for {self._facts.context}: shorten it"
+        raise RequestError(ErrorCode.CONTEXT_OVERFLOW, text, request_id=request.id)
 
 
 def _sampling(request: GenerateRequest) -> Sampling:

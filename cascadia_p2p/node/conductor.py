@@ -10,11 +10,12 @@ second loss all the same, all of them are set apart, and go on one after the oth
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,17 +38,25 @@ SUSPECTED_FRAMES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _Outage:
-    """The time without a ring, from the loss of one to the next.
+    """The time without a ring: from the loss of one, or from the start, to the next.
 
     Args:
         since: when the ring was lost.
-        reason: why, in words.
+        reason: why there is none, in words.
         missing: shards that were lost.
     """
 
     since: float
     reason: str
     missing: tuple[int, ...]
+
+
+class DataCaller(Protocol):
+    """Runs a function in the data thread, soon."""
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Hand `function` over; from any thread."""
+        ...
 
 
 class HeadConductor:
@@ -61,11 +70,18 @@ class HeadConductor:
     def __init__(self, scheduler: Scheduler, deliver: Deliver) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
+        self._numbers = itertools.count(1)
         self._in_flight: deque[tuple[int, npt.NDArray[np.uint64]]] = deque()
         self._suspected: dict[StreamId, int] = {}
         self._latest: set[StreamId] = set()
         self._spared: dict[StreamId, tuple[int, int]] = {}
-        self._outage: _Outage | None = None
+        self._outage: _Outage | None = _no_ring_yet()
+        """None while a ring is open."""
+        self._opened_at = 0.0
+
+    def number_stream(self) -> StreamId:
+        """A number that no stream has had, at whichever door; from any thread."""
+        return StreamId(next(self._numbers))
 
     def schedule(self) -> Plan | None:
         """The next frame, or None when there is nothing to send now."""
@@ -85,6 +101,11 @@ class HeadConductor:
         self._tell(self._scheduler.on_tokens(number, records, time.monotonic(), alternatives))
         self._in_flight.popleft()
 
+    def begin(self) -> None:
+        """This node has become the head: if no ring is open, none that it has lost is to blame."""
+        if self._outage is not None:
+            self._outage = _no_ring_yet()
+
     def open(self, stages: int, promise: Promise, *, survived: bool = False) -> None:
         """The ring serves from now on; streams of the one before go on in it.
 
@@ -93,7 +114,7 @@ class HeadConductor:
             promise: what all of them hold.
             survived: the stage that was lost is back as it was: what it computed has not ended it.
         """
-        self._outage = None
+        self._outage, self._opened_at = None, time.monotonic()
         if survived:
             self._spare()
         self._in_flight.clear()
@@ -110,7 +131,7 @@ class HeadConductor:
         """
         self._scheduler.close()
         since = time.monotonic() if self._outage is None else self._outage.since
-        self._outage = _Outage(since, reason, missing)
+        self._outage = _Outage(since, f"{reason}, and nothing took its place", missing)
         if held:
             self._suspect(held, reason)
         self._in_flight.clear()
@@ -132,6 +153,10 @@ class HeadConductor:
     def prefixes(self) -> PrefixCounts:
         """What prefix reuse has done; any thread may read any field at any time."""
         return self._scheduler.prefix_counts
+
+    def overload(self, reading: int) -> RequestError | None:
+        """See `Scheduler.overload`; from any thread."""
+        return self._scheduler.overload(time.monotonic(), reading)
 
     def submit(self, request: StreamRequest, refused: Callable[[StreamId, RequestError], None]) -> None:
         """Queue a stream; `refused` is called instead when there is no place for it."""
@@ -167,7 +192,7 @@ class HeadConductor:
                 self.drop(stream.request.stream, error)
 
     def expire(self, queue_s: float, recovery_s: float, missing: Sequence[int]) -> None:
-        """End the streams that have waited too long.
+        """End the streams that have waited too long: for a ring or, while one is open, for their first slot.
 
         Args:
             queue_s: longest wait for a slot, in seconds.
@@ -175,13 +200,18 @@ class HeadConductor:
             missing: shards that nobody serves.
         """
         now, outage = time.monotonic(), self._outage
+        since, longest = (self._opened_at, queue_s) if outage is None else (outage.since, recovery_s)
         for stream in list(self._scheduler.streams()):
-            waited = now - stream.submitted_at
-            if outage is not None and (without := now - max(outage.since, stream.submitted_at)) > recovery_s:
-                text = f"{outage.reason}, and nothing took its place within {without:.0f} s"
+            waited = now - max(since, stream.submitted_at)
+            if waited <= longest:
+                continue
+            if outage is not None:
+                text = f"{outage.reason} within {waited:.0f} s"
                 self.drop(stream.request.stream, ring_incomplete(text, missing or outage.missing))
-            elif stream.started_at is None and waited > queue_s:
-                self.drop(stream.request.stream, _waited_too_long(waited, queue_s, missing))
+            elif stream.started_at is None:
+                text = f"the request waited {waited:.0f} s for a free slot: try again later"
+                error = RequestError(ErrorCode.OVERLOADED, text, retry_after_s=queue_s)
+                self.drop(stream.request.stream, error)
 
     def _suspect(self, held: int, reason: str) -> None:
         """Note whose rows lay at the lost stage; end who alone was there twice without a token in between."""
@@ -226,11 +256,8 @@ class HeadConductor:
             self._deliver(updates)
 
 
-def _waited_too_long(waited: float, queue_s: float, missing: Sequence[int]) -> RequestError:
-    if missing:
-        return ring_incomplete(f"the request waited {waited:.0f} s", missing)
-    text = f"the request waited {waited:.0f} s for a free slot: try again later"
-    return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=queue_s)
+def _no_ring_yet() -> _Outage:
+    return _Outage(time.monotonic(), "no ring has formed", ())
 
 
 def ring_incomplete(reason: str, missing: Sequence[int], retry_after_s: float | None = None) -> RequestError:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
-from cascadia_p2p.node.conductor import HeadConductor, ring_incomplete
+from cascadia_p2p.node.conductor import DataCaller, HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
-from cascadia_p2p.node.meters import HeadMeter
+from cascadia_p2p.node.meters import HeadCounts, HeadMeter
 from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.node.reading import Reading
 from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
@@ -69,27 +69,6 @@ _log = structlog.get_logger()
 StatusBody: TypeAlias = dict[str, JsonValue]
 
 
-class DataCaller(Protocol):
-    """Runs a function in the data thread, soon."""
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Hand `function` over; from any thread."""
-        ...
-
-
-@dataclass(slots=True)
-class HeadCounts:
-    """What the door has seen since it opened."""
-
-    accepted: int = 0
-    finished: int = 0
-    failed: int = 0
-    refused: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class HeadService:
     """Serves the client port of the head node for as long as it is the head.
 
@@ -131,11 +110,10 @@ class HeadService:
         self._queue_wait_s = queue_wait_s
         self._recovery_s = recovery_s
         self._watch = watch
-        self._numbers = itertools.count(1)
         self._pending = PendingRequests()
         self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._reading: set[asyncio.Task[None]] = set()
+        self._reading = Reading(conductor.overload)
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(server, lambda route: self._cancel_peer(*route.peer))
         self._due: set[StreamId] = set()
@@ -144,7 +122,7 @@ class HeadService:
         self.journal = journal
         self._kept = KeptAnswers(forgotten=journal.dropped)
         for record in kept:
-            record.number = next(self._numbers)
+            record.number = conductor.number_stream()
             self._kept.keep(record, self._loop.time() if record.finish is None else record.since)
         self.counts = HeadCounts()
         self.meter = HeadMeter()
@@ -192,9 +170,10 @@ class HeadService:
         for stream, _ in self._pending:
             self._data.call(lambda stream=stream: self._conductor.drop(stream, error))  # type: ignore[misc]
             self._fail(stream, error)
-        for task in (*self._tasks, *self._reading):
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._reading, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._reading.close()
         if self._due_timer is not None:
             self._due_timer.cancel()
         if self._place_timer is not None:
@@ -327,23 +306,27 @@ class HeadService:
                 "field 'stream': a REQ socket takes one reply a request: use a DEALER socket, or send false",
                 request_id=request.id,
             )
-        stream = StreamId(next(self._numbers))
+        stream = self._conductor.number_stream()
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
-        if self._desk.is_long(request):
+        if self._desk.is_long(request, len(call.data)):
+            if (refusal := self._reading.refusal(len(call.data))) is not None:
+                raise _named(refusal, request)
             self._pending.add(stream, pending)
-            task = asyncio.create_task(self._read(stream, pending), name="prompt")
-            self._reading.add(task)
-            task.add_done_callback(self._reading.discard)
+            self._reading.start(self._read(stream, pending), len(call.data))
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._pending.add(stream, pending)
         self._submit(accepted, pending)
 
     async def _read(self, stream: StreamId, pending: Pending) -> None:
-        """Accept a request whose prompt takes long to be turned into ids."""
+        """Accept a request that takes long to be read."""
+        found, failure = None, None
         try:
-            accepted, answer = await asyncio.to_thread(self._desk.accept, pending.request, stream)
+            found = await self._reading.read(
+                partial(self._desk.accept, pending.request, stream),
+                lambda: stream in self._pending and self._draining is None,
+            )
         except RequestError as error:
             failure = error
         except Exception:
@@ -351,19 +334,19 @@ class HeadService:
             failure = RequestError(
                 ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
             )
-        else:
-            # Its client may have gone meanwhile, and the head may be about to.
-            if self._draining is None:
-                if stream in self._pending:
-                    pending.answer = answer
-                    self._submit(accepted, pending)
-                return
+        # Its client may have gone meanwhile, and the head may be about to.
+        if failure is None and self._draining is not None:
             failure = _named(self._draining, pending.request)
-        if self._pending.remove(stream) is not None:
-            self._refuse(pending.route, failure)
+        if failure is not None:
+            if self._pending.remove(stream) is not None:
+                self._refuse(pending.route, failure)
+        elif found is not None and stream in self._pending:
+            accepted, pending.answer = found
+            pending.request = pending.answer.request
+            self._submit(accepted, pending)
 
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
-        if (answer := pending.answer) is None:
+        if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):
             return
         try:
             left = self._resume(accepted, pending, answer)
@@ -418,19 +401,29 @@ class HeadService:
         self._send_piece(accepted.stream, pending)
         return accepted
 
+    def _takes_place(self, stream: StreamId, pending: Pending) -> bool:
+        """Whether a request is the last of its name that came; an earlier one ends, be it this one.
+
+        They may be read in another order than they came.
+        """
+        if pending.name is None:
+            return True
+        first, last = self._pending.take_place(pending.name, stream)
+        if first != last and (replaced := self._pending.remove(first)) is not None:
+            self._drop(first, _ASKED_AGAIN)
+            self._break_off(replaced)
+            self.counts.cancelled += 1
+            asker = self._pending.get(last)
+            if asker is None or asker.route != replaced.route:
+                error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
+                self._send(replaced.route, encode(ErrorReply.of(error)))
+        return last == stream
+
     def _recall(self, accepted: StreamRequest, pending: Pending, asked: Asked) -> Record | None:
-        """What is known of an answer; what still runs under the same name ends."""
+        """What is known of an answer."""
         name, request = pending.name, pending.request
         if name is None:
             return None
-        before = self._pending.take_place(name, accepted.stream)
-        if before is not None and (replaced := self._pending.remove(before)) is not None:
-            self._drop(before, _ASKED_AGAIN)
-            self._break_off(replaced)
-            self.counts.cancelled += 1
-            if replaced.route != pending.route:
-                error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
-                self._send(replaced.route, encode(ErrorReply.of(error)))
         seeded = not request.temperature or request.seed is not None
         return self._kept.find(name, asked, accepted.held, self._loop.time(), seeded=seeded)
 

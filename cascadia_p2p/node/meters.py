@@ -1,4 +1,4 @@
-"""What a node counts only for its metrics; used in the event loop alone."""
+"""What a node counts for its status and its metrics; used in the event loop alone."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ class Histogram:
 
 def _no_errors() -> dict[ErrorCode, int]:
     return dict.fromkeys(ErrorCode, 0)
+
+
+@dataclass(slots=True)
+class HeadCounts:
+    """What the door has seen since it opened."""
+
+    accepted: int = 0
+    finished: int = 0
+    failed: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cascadia_p2p.node.head import HeadCounts
-from cascadia_p2p.node.meters import HeadMeter, Histogram, RingMeter
+from cascadia_p2p.node.meters import HeadCounts, HeadMeter, Histogram, RingMeter
 from cascadia_p2p.node.refusals import PortCounts
 from cascadia_p2p.node.seat import DataCounters, DataTotals
 from cascadia_p2p.ring.scheduler import PrefixCounts

@@ -513,6 +513,7 @@ class Node:
             ),
             kept=self._journal_copy.take_over(),
         )
+        self._worker.call(self._conductor.begin)
         self._head.start()
         where = ", ".join(endpoint.tcp for endpoint in server.endpoints)
         _log.info(

@@ -76,7 +76,7 @@ class LocalModel:
     @property
     def facts(self) -> ModelFacts:
         """What requests are judged by."""
-        return ModelFacts(self.config.vocab_valid, frozenset(self.config.eos_ids))
+        return ModelFacts(self.config.vocab_valid, frozenset(self.config.eos_ids), self.config.context)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -105,8 +105,8 @@ class PendingRequests:
         streams = self._of_connection.get(connection, ())
         return [each for each in streams if identity in (None, self._all[each].route.identity)]
 
-    def take_place(self, name: AnswerName, stream: StreamId) -> StreamId | None:
-        """From now on `stream` answers what has this name; the other one that did so before."""
-        before = self._keyed.get(name)
-        self._keyed[name] = stream
-        return before if before != stream else None
+    def take_place(self, name: AnswerName, stream: StreamId) -> tuple[StreamId, StreamId]:
+        """Let `stream` answer what has this name, unless a later one does: the earlier and the later."""
+        before = self._keyed.get(name, stream)
+        self._keyed[name] = max(before, stream)
+        return min(before, stream), max(before, stream)

@@ -153,14 +153,28 @@ class Scheduler:
         ids = [*request.prompt, *request.held]
         if self._ring is not None and len(ids) > self._ring.promise.context:
             raise _overflow(len(ids), self._ring.promise.context)
-        if len(self._waiting) >= self.policy.queue_limit:
-            raise RequestError(
-                ErrorCode.OVERLOADED,
-                f"{len(self._waiting)} requests wait already, the most this node queues: try again later",
-                retry_after_s=self.retry_after(now),
-            )
+        if (error := self.overload(now)) is not None:
+            raise error
         self._waiting[request.stream] = Stream(request, ids, submitted_at=now)
         return len(self._waiting) - 1
+
+    def overload(self, now: float, coming: int = 0) -> RequestError | None:
+        """What the next request is refused with, None when there is a place for it; from any thread.
+
+        Args:
+            now: the time.
+            coming: requests before it that are to be submitted; they may find free slots.
+        """
+        ring, waiting = self._ring, len(self._waiting)
+        if coming:
+            waiting += max(0, coming - (0 if ring is None else len(ring.free)))
+        if waiting < self.policy.queue_limit:
+            return None
+        return RequestError(
+            ErrorCode.OVERLOADED,
+            f"{waiting} requests wait already, the most this node queues: try again later",
+            retry_after_s=self.retry_after(now),
+        )
 
     def retry_after(self, now: float) -> float:
         """Seconds until half of the queue will have started, at the rate at which answers ended lately."""

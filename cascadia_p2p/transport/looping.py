@@ -24,6 +24,8 @@ from cascadia_p2p.errors import CascadiaError, UsageError
 MAX_PARTS: Final = 16
 TURN_S: Final = 0.005
 """A task that finds one message after the other lets the loop do all else so often."""
+SKIPPED_PARTS: Final = 1000
+"""Of a message that is too long, parts that are dropped at a time; each takes a few microseconds."""
 
 # Plain numbers: an operation on an enumeration's flags costs more than the question that they are for.
 _EVENTS: Final = int(zmq.EVENTS)
@@ -118,6 +120,7 @@ class LoopSocket:
         self._signal = signal
         self._loop = asyncio.get_running_loop()
         self._descriptor = made.fileno()
+        self._skipping = False
         try:
             self._loop.add_reader(self._descriptor, signal.set)
         except NotImplementedError:
@@ -126,24 +129,41 @@ class LoopSocket:
             ) from None
 
     def take(self, max_parts: int = MAX_PARTS) -> list[zmq.Frame] | None:
-        """The parts of the next message, None when there is none.
+        """The parts of the next message; None when there is none, or the rest of the last one is in its way.
 
-        Parts beyond `max_parts` are dropped but for one, so that the receiver can tell.
+        Parts beyond `max_parts` are dropped but for one, so that the receiver can tell. They are dropped by
+        the next calls, some at each, and the signal is set in the loop's next turn until none is left.
         """
         # To ask costs a tenth of the exception by which an empty socket answers a receive.
         if not self._ready() & _POLLIN:
+            self._skipping = False
             return None
         try:
+            if self._skipping and not self._skip():
+                return None
             part = self.zmq.recv(zmq.NOBLOCK, copy=False)
             parts = [part]
             while part.more:
+                if len(parts) > max_parts:
+                    self._skipping = True
+                    break
                 part = self.zmq.recv(zmq.NOBLOCK, copy=False)
-                if len(parts) <= max_parts:
-                    parts.append(part)
+                parts.append(part)
         except zmq.Again:
             # With its connection goes a message that nobody has read: between the question and this, too.
+            self._skipping = False
             return None
         return parts
+
+    def _skip(self) -> bool:
+        """Drop some of what is left of a message; whether that was all."""
+        for _ in range(SKIPPED_PARTS):
+            if not self.zmq.recv(zmq.NOBLOCK, copy=False).more:
+                self._skipping = False
+                return True
+        # Not at once: whoever waits for a signal that is set goes on without a turn for others.
+        self._loop.call_soon(self._signal.set)
+        return False
 
     def writable(self) -> bool:
         """Whether a send would work now, to some peer."""

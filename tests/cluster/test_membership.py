@@ -289,7 +289,7 @@ def test_a_gap_in_the_shards_is_named_everywhere(
     async def scenario() -> None:
         model = shards(CASE, (4, 4, 4))
         async with fleet(tmp_path) as ring:
-            limits = Limits(queue_wait_s=0.6)
+            limits = Limits(recovery_s=0.6)
             head = await ring.start(model, shard=0, limits=limits)
             tail = await ring.start(model, shard=2)
             await ring.until(lambda: bool(head.node.status().get("requests")), "the head takes requests")

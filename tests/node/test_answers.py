@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import LONG_TEXT, Answer, AnswerDesk, ModelFacts
+from cascadia_p2p.node.answers import LONG_ANSWER, LONG_TEXT, Answer, AnswerDesk, ModelFacts
 from cascadia_p2p.ring.scheduler import Score, Stream, StreamRequest
 from cascadia_p2p.sample.tokenizer import tokenizer_json
 from cascadia_p2p.text.chat import Chat
@@ -22,6 +22,7 @@ from cascadia_p2p.wire.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    decode_request,
 )
 from cascadia_p2p.wire.frames import MAX_ALTERNATIVES
 from cascadia_p2p.wire.model import encode
@@ -83,21 +84,69 @@ def test_an_empty_conversation_is_refused() -> None:
         desk.accept(CHAT, StreamId(1))
 
 
-def test_long_prompts_are_known_by_their_text() -> None:
-    desk = AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER)
-    assert not desk.is_long(PROMPT)
-    assert not desk.is_long(GenerateRequest(token_ids=(1,) * (2 * LONG_TEXT)))
-    assert desk.is_long(GenerateRequest(prompt="a" * (LONG_TEXT + 1)))
-    half = ChatMessage(role="user", content="a" * (LONG_TEXT // 2 + 1))
-    assert desk.is_long(GenerateRequest(messages=(half, half)))
-    assert desk.is_long(GenerateRequest(messages=(ChatMessage(role="user", content="a"),) * 200))
+def is_long(desk: AnswerDesk, **fields: object) -> bool:
+    data = json.dumps(fields).encode()
+    request = decode_request(data)
+    assert isinstance(request, GenerateRequest)
+    return desk.is_long(request, len(data))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "a" * LONG_TEXT},
+        {"messages": [{"role": "user", "content": "a" * (LONG_TEXT // 2)}] * 2},
+        {"messages": [{"role": "user", "content": "a"}] * 200},
+        {"messages": [{"role": "assistant", "content": "a", "reasoning": "a" * LONG_TEXT}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a" * LONG_TEXT}}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"function": "a" * LONG_TEXT}]},
+        {"token_ids": [1], "held": [2] * (LONG_ANSWER + 1), "max_tokens": 2 * LONG_ANSWER, "stream": True},
+    ],
+    ids=["prompt", "contents", "messages", "reasoning", "tool_calls", "tools", "held"],
+)
+def test_what_takes_long_to_be_read_is_known_beforehand(fields: dict[str, object]) -> None:
+    desk = AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, Chat(TOKENIZER))
+    assert is_long(desk, **fields)
+
+
+def test_short_requests_and_ids_are_read_at_once() -> None:
+    desk = AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, Chat(TOKENIZER))
+    assert not is_long(desk, prompt="a")
+    assert not is_long(desk, messages=[{"role": "user", "content": "a"}])
+    assert not is_long(desk, token_ids=[1] * (2 * LONG_TEXT))
+    assert not is_long(desk, prompt="a", held=[1, 2])
 
 
 def test_a_models_own_template_is_run_apart_however_short_the_messages() -> None:
-    templated = Chat(TOKENIZER, ChatTemplate("{{ messages[0].content }}"))
-    assert AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, templated).is_long(CHAT)
-    assert not AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, templated).is_long(PROMPT)
-    assert not AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER, Chat(TOKENIZER)).is_long(CHAT)
+    templated = AnswerDesk(
+        ModelFacts(280, frozenset()), TOKENIZER, Chat(TOKENIZER, ChatTemplate("{{ messages[0].content }}"))
+    )
+    assert is_long(templated, messages=[{"role": "user", "content": "a"}])
+    assert not is_long(templated, prompt="a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"token_ids": (1,) * 65}, "the prompt is 65 tokens, and this model was made for 64"),
+        ({"prompt": "a" * 65}, "the prompt is 65 tokens, and this model was made for 64"),
+        ({"token_ids": (1,), "held": (2,) * 65}, "field 'held' holds 65 ids, and this model was made for 64"),
+    ],
+)
+def test_what_no_ring_of_this_model_could_hold_is_refused(fields: dict[str, object], words: str) -> None:
+    desk = AnswerDesk(ModelFacts(280, frozenset(), 64), TOKENIZER)
+    with pytest.raises(RequestError, match=words) as refused:
+        desk.accept(GenerateRequest.model_validate(fields | {"id": "x"}), StreamId(1))
+    assert (refused.value.code, refused.value.request_id) == (ErrorCode.CONTEXT_OVERFLOW, "x")
+
+
+def test_ids_held_beyond_the_limit_are_refused_before_the_prompt_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("the prompt was read"))
+    desk = AnswerDesk(ModelFacts(280, frozenset()), TOKENIZER)
+    with pytest.raises(RequestError, match="'max_tokens' allows 2"):
+        desk.accept(GenerateRequest(prompt="a", held=(1, 2, 3), max_tokens=2), StreamId(1))
 
 
 def test_what_an_answer_is_read_with_says_how_it_ended() -> None:

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from test_head_service import DEADLINE_S, END, Ring, door, heard, until, words
 
+from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.kept import AnswerName, Asked, Record
 from cascadia_p2p.ring.scheduler import Score, StreamRequest, Update
@@ -323,5 +324,57 @@ def test_a_prompt_that_is_still_read_when_the_head_is_to_end_is_refused_at_once(
                 assert (told["id"], told["error"]["code"]) == ("a", "ring_incomplete")
                 assert told["error"]["retry_after_s"] > 0
                 assert not ring.streams
+
+    run(scenario())
+
+
+def test_who_is_head_again_gives_no_number_twice() -> None:
+    """Streams are known to the conductor, which outlives the door, by their numbers alone."""
+
+    async def scenario() -> None:
+        ring, given = Ring(), []
+        for _ in range(2):
+            async with door(ring=ring) as (_, endpoint):
+                with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                    await send(socket, key=None)
+                    given.append(await ring.stream())
+                    ring.drop(given[-1], RequestError(ErrorCode.INTERNAL, "enough"))
+                    assert "error" in await heard(socket)
+        assert len(set(given)) == 2
+
+    run(scenario())
+
+
+def test_who_asked_last_gets_the_answer_though_an_earlier_request_is_read_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = threading.Event()
+    accept = AnswerDesk.accept
+
+    def slowly(desk: AnswerDesk, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
+        assert request.id != "first" or read.wait(DEADLINE_S)
+        return accept(desk, request, stream)
+
+    monkeypatch.setattr(AnswerDesk, "is_long", lambda *_: True)
+    monkeypatch.setattr(AnswerDesk, "accept", slowly)
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with (
+                zmq.asyncio.Context() as context,
+                dealer(context, endpoint) as first,
+                dealer(context, endpoint) as last,
+            ):
+                await send(first, id="first")
+                await until(lambda: ring.service.pending == 1)
+                await send(last, id="last")
+                stream = await ring.stream()
+                read.set()
+                told = await heard(first)
+                assert (told["id"], told["error"]["code"]) == ("first", "cancelled")
+                assert "asked again over another connection" in told["error"]["message"]
+                assert list(ring.streams) == [stream]
+                ring.give(stream, [END])
+                assert (await rest(last))[1]["id"] == "last"
 
     run(scenario())

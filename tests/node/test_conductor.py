@@ -230,7 +230,7 @@ def test_waiting_has_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.now += 15
     world.submit(3)
     world.conductor.expire(60, 20, (1,))
-    assert set(world.errors()) == {2}, "the queue's limit holds for who never ran"
+    assert world.errors() == {}, "without a ring its limit alone holds, also for who never ran"
     clock.now += 6
     world.conductor.expire(60, 20, (1,))
     assert set(world.errors()) == {1, 2}
@@ -247,6 +247,67 @@ def test_waiting_has_two_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     world.drain()
     assert len(world.ids()[3]) == 13
     assert np.all(np.diff(world.ids()[3][3:]) == 1)
+
+
+def test_the_queues_limit_begins_anew_with_the_next_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(conductor_module, "time", clock)
+    world = World()
+    world.conductor.open(3, Promise(1, 64, 8))
+    world.submit(1, max_tokens=60)
+    world.submit(2)
+    world.answer(world.plan())
+    world.lose(0)
+    clock.now += 100
+    world.conductor.open(3, Promise(1, 64, 8))
+    world.conductor.expire(60, 200, ())
+    assert world.errors() == {}, "nobody could have a slot meanwhile"
+    world.answer(world.plan())
+    clock.now += 61
+    world.conductor.expire(60, 200, ())
+    error = world.errors()[2]
+    assert error.code is ErrorCode.OVERLOADED
+    assert "waited 61 s for a free slot" in error.message
+    assert 1 not in world.errors()
+
+
+@pytest.mark.parametrize("was_head", [False, True])
+def test_a_head_without_a_ring_lets_all_wait_for_one_as_long_as_after_a_loss(
+    was_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(conductor_module, "time", clock)
+    world = World()
+    if was_head:
+        world.conductor.open(3, PROMISE)
+        world.lose(0)
+        clock.now += 500
+    world.conductor.begin()
+    world.submit(1)
+    clock.now += 150
+    world.conductor.expire(60, 200, (1,))
+    assert world.errors() == {}
+    clock.now += 51
+    world.conductor.expire(60, 200, (1,))
+    error = world.errors()[1]
+    assert error.code is ErrorCode.RING_INCOMPLETE
+    assert error.message == "the ring is incomplete: no ring has formed within 201 s; missing: shard 1"
+
+
+def test_a_door_that_opens_behind_its_ring_leaves_the_ring_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client port that is in use is tried again, for so long that the ring may be there before."""
+    clock = Clock()
+    monkeypatch.setattr(conductor_module, "time", clock)
+    world = World()
+    world.conductor.open(3, PROMISE)
+    world.conductor.begin()
+    world.submit(1)
+    world.answer(world.plan())
+    clock.now += 1000
+    world.conductor.expire(60, 200, ())
+    assert world.errors() == {}
+    world.drain()
+    assert len(world.ids()[1]) == 13
 
 
 def held_by(root: object) -> int:

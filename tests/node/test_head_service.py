@@ -21,10 +21,12 @@ from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node import head as head_module
 from cascadia_p2p.node.answers import AnswerDesk, ModelFacts
+from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.head import MAX_PIECES, HeadService
 from cascadia_p2p.node.journal import JournalWriter
 from cascadia_p2p.node.kept import Record
-from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
+from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.scheduler import Scheduler, Stream, StreamRequest, Update
 from cascadia_p2p.sample.tokenizer import tokenizer_json
 from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
@@ -65,6 +67,8 @@ class Ring:
         self.streams: dict[StreamId, Stream] = {}
         self.ended: list[StreamId] = []
         self.queue: list[StreamId] = []
+        self.overload: Callable[[int], RequestError | None] = lambda _: None
+        self.number_stream = HeadConductor(Scheduler(Policy()), lambda _: None).number_stream
         self.service: HeadService
 
     def call(self, function: Callable[[], None]) -> None:
@@ -125,13 +129,14 @@ async def door(
     tokenizer: Tokenizer = TOKENIZER,
     chat: Chat | None = None,
     *,
+    ring: Ring | None = None,
     host: str = "127.0.0.1",
     keys: Keys | None = None,
     post: Callable[[NodeId, bytes], bool] = lambda *_: False,
     kept: Iterable[Record] = (),
 ) -> AsyncIterator[tuple[Ring, Endpoint]]:
     with Network(keys) as network:
-        ring, server = Ring(), ClientServer(network)
+        ring, server = ring or Ring(), ClientServer(network)
         endpoint = server.bind(host, 0, guarded=keys is not None)
         facts = ModelFacts(280, frozenset({END}))
         ring.service = HeadService(

@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cascadia_p2p.config import load_config
 from cascadia_p2p.errors import ErrorCode, PortError, UsageError
 from cascadia_p2p.node import scrapes
-from cascadia_p2p.node.head import HeadCounts
-from cascadia_p2p.node.meters import BETWEEN_TOKENS_S, HeadMeter, Histogram, RingMeter
+from cascadia_p2p.node.meters import BETWEEN_TOKENS_S, HeadCounts, HeadMeter, Histogram, RingMeter
 from cascadia_p2p.node.metrics import STATES, HeadMeasures, Measures, MetricsText
 from cascadia_p2p.node.refusals import PortCounts
 from cascadia_p2p.node.scrapes import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsServer

@@ -162,6 +162,18 @@ def test_an_answer_out_of_order_is_an_error() -> None:
         scheduler.on_tokens(7, np.zeros(0, RECORD), 0.0)
 
 
+def test_requests_that_are_to_come_have_their_places_in_the_queue_and_in_free_slots() -> None:
+    closed, (open_, _) = Scheduler(Policy(queue_limit=2)), opened(slots=3, policy=Policy(queue_limit=2))
+    for scheduler, places in ((closed, 2), (open_, 5)):
+        assert scheduler.overload(0.0, places - 1) is None
+        refusal = scheduler.overload(0.0, places)
+        assert refusal is not None
+        assert refusal.code is ErrorCode.OVERLOADED
+    open_.submit(request(1, 5, 4), 0.0)
+    assert open_.overload(0.0, 3) is None
+    assert open_.overload(0.0, 4) is not None
+
+
 def test_overloaded_says_when_to_come_back() -> None:
     scheduler = Scheduler(Policy(queue_limit=2))
     assert scheduler.submit(request(1, 1, 1), 0.0) == 0

@@ -16,7 +16,7 @@ from cascadia_p2p.errors import HeadLostError, UnreachableError
 from cascadia_p2p.transport import client_server, looping
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
-from cascadia_p2p.transport.looping import Delivery
+from cascadia_p2p.transport.looping import SKIPPED_PARTS, Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
@@ -72,6 +72,44 @@ def test_req_clients_are_served_on_every_address() -> None:
                 assert server.reply(event.route, b"answer") is Delivery.SENT
                 assert await got(request) == [b"answer"]
                 request.close()
+        server.close()
+
+    run(scenario)
+
+
+def test_a_message_of_very_many_parts_leaves_the_loop_its_turns() -> None:
+    """It is dropped bit by bit, and what came behind it on other connections is taken as it was sent."""
+
+    async def scenario(network: Network) -> None:
+        server, turns, slices = ClientServer(network), 0, 20
+        endpoint = server.bind("127.0.0.1", 0)
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        flood, other = (client(network, zmq.DEALER, endpoint, SNDHWM=0) for _ in range(2))
+        for _ in range(slices * SKIPPED_PARTS):
+            flood.send(b"", zmq.SNDMORE)
+        flood.send(b"end")
+        fault = await server.receive()
+        assert isinstance(fault, ClientFault)
+        other.send_multipart([b"", b"question"])
+        counting, before = asyncio.create_task(count_turns()), turns
+        call = await server.receive()
+        assert isinstance(call, ClientCall)
+        assert call.data == b"question"
+        assert turns - before >= slices - 1
+        counting.cancel()
+        await taken(server, fault.route, b"a fault")
+        assert (await got(flood))[-1] == b"a fault"
+        # Nothing is left of it that the next question of the same client could be taken for.
+        flood.send_multipart([b"", b"sorry"])
+        call = await server.receive()
+        assert isinstance(call, ClientCall)
+        assert (call.data, call.route.connection) == (b"sorry", fault.route.connection)
         server.close()
 
     run(scenario)

@@ -1,0 +1,124 @@
+"""Requests that take long to be read: so many at a time, and the rest is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq.asyncio
+from test_coming_back import dealer, run, send
+from test_head_service import DEADLINE_S, Ring, door, heard, until
+
+from cascadia_p2p.errors import ErrorCode
+from cascadia_p2p.node.answers import Answer, AnswerDesk
+from cascadia_p2p.node.conductor import HeadConductor
+from cascadia_p2p.node.reading import READERS, READING_BYTES, RETRY_S, Reading
+from cascadia_p2p.ring.policy import Policy
+from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest
+from cascadia_p2p.types import StreamId
+from cascadia_p2p.wire.client import GenerateRequest
+
+QUEUE = 6
+
+
+class Desk:
+    """All requests are long, and none is read before the test says so."""
+
+    def __init__(self) -> None:
+        self.read: list[str | None] = []
+        self.go_on = threading.Event()
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    made, accept = Desk(), AnswerDesk.accept
+
+    def slowly(desk: AnswerDesk, request: GenerateRequest, stream: StreamId) -> tuple[StreamRequest, Answer]:
+        made.read.append(request.id)
+        assert made.go_on.wait(DEADLINE_S)
+        return accept(desk, request, stream)
+
+    monkeypatch.setattr(AnswerDesk, "is_long", lambda *_: True)
+    monkeypatch.setattr(AnswerDesk, "accept", slowly)
+    yield made
+    made.go_on.set()
+
+
+def test_what_is_still_read_counts_as_queued(desk: Desk) -> None:
+    async def scenario() -> None:
+        ring = Ring()
+        ring.overload = HeadConductor(Scheduler(Policy(queue_limit=QUEUE)), lambda _: None).overload
+        async with door(ring=ring) as (_, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                for number in range(QUEUE + 3):
+                    await send(socket, id=str(number), key=None)
+                for number in range(QUEUE, QUEUE + 3):
+                    told = await heard(socket)
+                    assert (told["id"], told["error"]["code"]) == (str(number), "overloaded")
+                    assert told["error"]["retry_after_s"] > 0
+                assert ring.service.pending == QUEUE
+                desk.go_on.set()
+                await until(lambda: len(ring.streams) == QUEUE)
+                await until(lambda: not ring.service._reading)
+                await send(socket, id="later", key=None)
+                await until(lambda: len(ring.streams) == QUEUE + 1)
+
+    run(scenario())
+
+
+def test_nobody_reads_the_request_of_a_client_that_has_gone(desk: Desk) -> None:
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with zmq.asyncio.Context() as context:
+                with dealer(context, endpoint) as socket:
+                    for number in range(READERS + 3):
+                        await send(socket, id=str(number), key=None)
+                    await until(lambda: ring.service.pending == READERS + 3)
+                    await until(lambda: len(desk.read) == READERS)
+                await until(lambda: not ring.service.pending)
+                desk.go_on.set()
+                await until(lambda: not ring.service._reading)
+                assert len(desk.read) == READERS
+                assert not ring.streams
+
+    run(scenario())
+
+
+def test_what_a_prompt_was_read_from_is_not_kept_while_it_is_answered(desk: Desk) -> None:
+    desk.go_on.set()
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, token_ids=None, prompt="much", id="a", held=[2, 3])
+                stream = await ring.stream()
+                ((_, pending),) = ring.service._pending
+                assert (pending.request.prompt, pending.request.held, pending.request.id) == (None, (), "a")
+                assert pending.answer is not None
+                assert pending.answer.request is pending.request
+                assert ring.streams[stream].request.held == (2, 3)
+
+    run(scenario())
+
+
+def test_the_bytes_of_what_is_read_are_bounded() -> None:
+    async def scenario() -> None:
+        reading, ended = Reading(lambda _: None), asyncio.Event()
+
+        async def read() -> None:
+            await ended.wait()
+
+        assert reading.refusal(2 * READING_BYTES) is None, "one is read, whatever its size"
+        reading.start(read(), READING_BYTES - 9)
+        assert reading.refusal(9) is None
+        refusal = reading.refusal(10)
+        assert refusal is not None
+        assert (refusal.code, refusal.retry_after_s) == (ErrorCode.OVERLOADED, RETRY_S)
+        ended.set()
+        await until(lambda: not reading)
+        assert reading.refusal(10) is None
+        await reading.close()
+
+    run(scenario())
