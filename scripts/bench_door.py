@@ -71,6 +71,9 @@ class Ring:
         """A new number."""
         return StreamId(next(self._numbers))
 
+    def overload(self, reading: int) -> RequestError | None:
+        """There is room for all."""
+
     def submit(self, request: StreamRequest, *_: object) -> None:
         """Take a stream."""
         self.streams.append(Stream(request, list(request.prompt), submitted_at=0.0, started_at=0.0))
