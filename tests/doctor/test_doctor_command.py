@@ -109,9 +109,11 @@ def test_a_living_node_is_recognised_on_its_ports_and_measured(
     assert found["room"]["facts"]["most_slots"] >= 16  # type: ignore[index]
 
 
-def ports_of(capsys: pytest.CaptureFixture[str], port: int, client: int) -> tuple[object, str]:
+def ports_of(
+    capsys: pytest.CaptureFixture[str], port: int, client: int, fleet: str = "examined-here"
+) -> tuple[object, str]:
     """Level and message of `ports` here, and the advice."""
-    flags = ("--no-mdns", "--port", str(port), "--client-port", str(client))
+    flags = ("--no-mdns", "--port", str(port), "--client-port", str(client), "--fleet", fleet)
     found = findings(run(capsys, *HERE, *NETWORK, *flags, "--json")[1])["ports"]
     return found["level"], f"{found['message']} -> {found['advice']}"
 
@@ -122,13 +124,16 @@ def test_a_head_is_recognised_on_its_client_port_whatever_its_control_port(
     (head,) = asyncio.run(ask_node(living_node.nodes[0].control))["nodes"]  # type: ignore[misc, union-attr]
     client = Endpoint.parse(str(head["client"])).port  # type: ignore[index, call-overload]
     for port in (0, free_ports()):
-        level, words = ports_of(capsys, port, client)
+        level, words = ports_of(capsys, port, client, living_node.fleet)
         assert level == "ok", words
         assert (
             f"client port {client} by the head of fleet '{living_node.fleet}' (version {__version__})"
             in words
         )
         assert "end that program" not in words
+    level, words = ports_of(capsys, 0, client)
+    assert level == "fail", words
+    assert f"by the head of fleet '{living_node.fleet}' (version {__version__}), and this PC" in words
 
 
 def test_a_node_whose_pair_of_ports_overlaps_is_recognised(
@@ -136,7 +141,7 @@ def test_a_node_whose_pair_of_ports_overlaps_is_recognised(
 ) -> None:
     port = living_node.nodes[0].port
     for wanted, words in ((port - 1, f"data port {port}"), (port + 1, f"control port {port + 1}")):
-        level, said = ports_of(capsys, wanted, free_ports())
+        level, said = ports_of(capsys, wanted, free_ports(), living_node.fleet)
         assert level == "ok", said
         assert f"{words} by a node of fleet '{living_node.fleet}'" in said
         assert "a second node on this PC needs --port" in said
