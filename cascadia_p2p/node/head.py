@@ -287,8 +287,7 @@ class HeadService:
             self._refuse(route, error)
         except Exception:
             # One request must never take the door down, whatever is wrong with it.
-            _log.exception("request_failed", message="a request could not be handled")
-            self._refuse(route, RequestError(ErrorCode.INTERNAL, "the head could not handle this request"))
+            self._refuse(route, _failed())
 
     def _generate(self, call: ClientCall, request: GenerateRequest) -> None:
         route = call.route
@@ -330,10 +329,7 @@ class HeadService:
         except RequestError as error:
             failure = error
         except Exception:
-            _log.exception("request_failed", message="a request could not be handled", stream=stream)
-            failure = RequestError(
-                ErrorCode.INTERNAL, "the head could not handle this request", request_id=pending.request.id
-            )
+            failure = _failed(pending.request.id)
         # Its client may have gone meanwhile, and the head may be about to.
         if failure is None and self._draining is not None:
             failure = _named(self._draining, pending.request)
@@ -348,12 +344,15 @@ class HeadService:
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
         if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):
             return
+        left, failure = None, None
         try:
             left = self._resume(accepted, pending, answer)
         except RequestError as error:
-            if self._pending.remove(accepted.stream) is not None:
-                self._refuse(pending.route, error)
-            return
+            failure = error
+        except Exception:
+            failure = _failed(pending.request.id)
+        if failure is not None and self._pending.remove(accepted.stream) is not None:
+            self._refuse(pending.route, failure)
         if left is None:
             return
         self.counts.accepted += 1
@@ -582,6 +581,12 @@ class HeadService:
                 self._conductor.expire, self._queue_wait_s, self._recovery_s, tuple(self._missing())
             )
             self._data.call(expire)
+
+
+def _failed(request_id: str | None = None) -> RequestError:
+    """What a client is told of the exception that is being handled."""
+    _log.exception("request_failed", message="a request could not be handled", request=request_id)
+    return RequestError(ErrorCode.INTERNAL, "the head could not handle this request", request_id=request_id)
 
 
 def _named(error: RequestError, request: GenerateRequest) -> RequestError:

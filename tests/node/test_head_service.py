@@ -24,7 +24,7 @@ from cascadia_p2p.node.answers import AnswerDesk, ModelFacts
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.head import MAX_PIECES, HeadService
 from cascadia_p2p.node.journal import JournalWriter
-from cascadia_p2p.node.kept import Record
+from cascadia_p2p.node.kept import KeptAnswers, Record
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Scheduler, Stream, StreamRequest, Update
 from cascadia_p2p.sample.tokenizer import tokenizer_json
@@ -421,6 +421,30 @@ def test_a_request_that_is_read_after_its_connections_end_harms_nobody_elses() -
             assert await asyncio.to_thread(stays.poll, 10_000)
             assert json.loads(stays.recv_multipart()[-1])["token_ids"] == [5]
             stays.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("prompt", ["a", "a " * 15_000], ids=["short", "long"])
+@pytest.mark.parametrize("what", ["accept", "find"])
+def test_a_request_that_the_head_fails_at_ends_alone_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, what: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    async def scenario(ring: Ring, endpoint: Endpoint) -> None:
+        async with AsyncClient(endpoint) as client:
+            other = asyncio.create_task(client.generate("b"))
+            stream = await ring.stream()
+            with monkeypatch.context() as patch:
+                patch.setattr(AnswerDesk if what == "accept" else KeptAnswers, what, fail)
+                with pytest.raises(RequestError, match="could not handle this request") as failed:
+                    await client.generate(prompt)
+            assert failed.value.code is ErrorCode.INTERNAL
+            assert ring.service.pending == 1
+            ring.give(stream, [*words("x"), END])
+            assert (await other).text == "x"
 
     run(scenario)
 
