@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ LOWEST_PORT: Final = 20000
 HIGHEST_PORT: Final = 32000
 COMMAND: Final = (sys.executable, "-m", "cascadia_p2p")
 """What runs the command line."""
+
+_given: Final[deque[int]] = deque(maxlen=100)
 
 END_S: Final = 10.0
 """Seconds that a node gets to end by itself."""
@@ -88,7 +91,6 @@ class LocalRing:
         self._state = state
         self._flags = tuple(flags)
         self._events: queue.Queue[NodeEvent] = queue.Queue()
-        self._given: set[int] = set()
 
     def start_node(
         self,
@@ -105,7 +107,7 @@ class LocalRing:
             host: its address.
             program: that takes the arguments of `cascadia-p2p`.
         """
-        port = self._free_ports() if port is None else port
+        port = free_ports() if port is None else port
         command = [*program, "join", "--model", str(self._model)]
         command += ["--fleet", self.fleet, "--bind", host, "--port", str(port), "--client-port", "0"]
         command += ["--state-dir", str(self._state), "--log-format", "json", "--while-stdin-open"]
@@ -198,15 +200,6 @@ class LocalRing:
     ) -> None:
         self.stop()
 
-    def _free_ports(self) -> int:
-        """Ports that no other node of this ring was given either."""
-        for _ in range(100):
-            port = free_ports()
-            if port not in self._given:
-                self._given |= {port - 1, port, port + 1}
-                return port
-        raise CascadiaError("no free ports on 127.0.0.1: end some programs and try again")
-
     def _read(self, node: LocalNode) -> None:
         stream = node.process.stderr
         if stream is None:
@@ -230,18 +223,21 @@ def _event(node: int, line: str) -> NodeEvent:
 
 
 def free_ports() -> int:
-    """A port that is free together with the next one.
+    """A port that is free together with the next one, and that this process did not give lately.
 
     It lies below those that systems give to outgoing connections: one of these could take it before the node
     that it is for has started.
     """
-    for _ in range(200):
+    for _ in range(1000):
         port = LOWEST_PORT + secrets.randbelow(HIGHEST_PORT - LOWEST_PORT)
+        if any(abs(port - given) <= 1 for given in _given):
+            continue
         with socket.socket() as first, socket.socket() as second:
             try:
                 first.bind((HOST, port))
                 second.bind((HOST, port + 1))
             except OSError:
                 continue
-            return port
+        _given.append(port)
+        return port
     raise CascadiaError("no two neighbouring free ports on 127.0.0.1: end some programs and try again")

@@ -23,7 +23,7 @@ from cluster.test_scrapes import scrape
 from fixtures.reference import load_case
 
 from cascadia_p2p.client import Client
-from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError
+from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError, UnreachableError
 from cascadia_p2p.local import LocalNode, LocalRing
 from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.transport.curve import Knock
@@ -51,11 +51,20 @@ class Besieged:
     lies: list[Path]
 
     def answer(self) -> tuple[int, ...]:
-        with Client(self.endpoint, timeout_s=PATIENCE_S) as client:
+        with Client(self.endpoint, timeout_s=PATIENCE_S) as client, self.told():
             return client.generate(PROMPT.ids, max_tokens=24).token_ids
 
     def status(self, node: LocalNode) -> dict[str, Any]:
-        return dict(asyncio.run(ask_node(node.control, PATIENCE_S)))
+        with self.told():
+            return dict(asyncio.run(ask_node(node.control, PATIENCE_S)))
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Where nothing answers, what the nodes said last."""
+        try:
+            yield
+        except UnreachableError as error:
+            raise AssertionError(f"{error}; ended: {self.ring.ended()}; {self.ring.tail()}") from error
 
     def count(self, *path: str) -> int:
         """A counter of `status`, over all nodes."""
