@@ -265,6 +265,11 @@ class ControlPlane:
             self._accepted.pop(accepted.identity, None)
             self._unroute(link)
 
+    @property
+    def deaf(self) -> bool:
+        """Whether what others say waits behind a message of very many parts."""
+        return self._server.deaf
+
     async def _serve(self) -> None:
         with contextlib.suppress(SocketClosedError):
             while True:
@@ -369,6 +374,11 @@ class ControlPlane:
                 dialled.owner = None
                 dialer.send(encode(self._greeting()))
                 continue
+            if happened is Dial.MALFORMED:
+                dialled.retry_s = KNOCK_AGAIN_S
+                if owner is not None:
+                    self._emit(ConnectionLost(*owner))
+                return dialled.lasting
             if happened is Dial.HANDSHAKE_FAILED:
                 _log.debug("not_a_node", message=f"what listens at {dialled.endpoint} is not a node of ours")
             if owner is not None and happened is Dial.DISCONNECTED:

@@ -309,7 +309,7 @@ class Node:
         for number in itertools.count():
             await asyncio.sleep(self._times.tick)
             self._handle(self._counters())
-            self._handle(events.Tick())
+            self._handle(events.Tick(self._plane.deaf))
             self._refusals.look(self._head_server)
             self._keep_journal()
             if number % ANNOUNCE_TICKS == 0:

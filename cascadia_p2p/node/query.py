@@ -62,7 +62,7 @@ async def ask_node(
         dialer = await _dial(network, endpoint)
         try:
             async with asyncio.timeout(timeout_s):
-                while (dial := await dialer.receive()) is not Dial.CONNECTED:
+                while (dial := await _heard(dialer)) is not Dial.CONNECTED:
                     if isinstance(dial, Dial) and dial.about_keys:
                         raise NotAdmittedError(f"the node at {endpoint} {DOORS[dial]}")
                 return await _asked(dialer)
@@ -91,7 +91,7 @@ async def measure_node(endpoint: Endpoint, timeout_s: float = 3.0, keys: Keys | 
         reason = "no answer"
         try:
             async with asyncio.timeout(timeout_s):
-                while (dial := await dialer.receive()) is not Dial.CONNECTED:
+                while (dial := await _heard(dialer)) is not Dial.CONNECTED:
                     if isinstance(dial, Dial) and dial.about_keys:
                         dialer.close(0)
                         raise NotAdmittedError(DOORS[dial])
@@ -134,6 +134,18 @@ async def _dial(network: Network, endpoint: Endpoint) -> ControlDialer:
     return ControlDialer(network, address)
 
 
+async def _heard(dialer: ControlDialer) -> bytes | Dial:
+    """What comes next.
+
+    Raises:
+        UnreachableError: what no node sends.
+    """
+    happened = await dialer.receive()
+    if happened is Dial.MALFORMED:
+        raise UnreachableError(f"what listens at {dialer.endpoint} is no node of ours")
+    return happened
+
+
 async def _asked(dialer: ControlDialer) -> dict[str, JsonValue]:
     dialer.send(encode(StatusQuery()))
     return await _report(dialer)
@@ -142,7 +154,7 @@ async def _asked(dialer: ControlDialer) -> dict[str, JsonValue]:
 async def _report(dialer: ControlDialer) -> dict[str, JsonValue]:
     """The next report; asks again over a connection that was made anew."""
     while True:
-        happened = await dialer.receive()
+        happened = await _heard(dialer)
         if happened is Dial.CONNECTED:
             dialer.send(encode(StatusQuery()))
         elif isinstance(happened, bytes):
@@ -208,7 +220,7 @@ async def share_clients(endpoint: Endpoint, keys: Keys, clients: ClientList, tim
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    happened = await dialer.receive()
+                    happened = await _heard(dialer)
                     if isinstance(happened, Dial) and happened.about_keys:
                         raise NotAdmittedError(f"the node at {endpoint} {DOORS[happened]}")
                     if happened is Dial.CONNECTED:

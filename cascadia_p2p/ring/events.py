@@ -17,7 +17,13 @@ from cascadia_p2p.wire.messages import ControlMessage, OtherVersion
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; to be handed in every `Times.tick` seconds."""
+    """Time has passed; to be handed in every `Times.tick` seconds.
+
+    Args:
+        deaf: what others say can not be taken for now, for a reason that is none of theirs.
+    """
+
+    deaf: bool = False
 
 
 @dataclass(frozen=True, slots=True)

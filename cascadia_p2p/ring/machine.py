@@ -421,6 +421,8 @@ class RingMachine:
             self._ticked_at = core.now
         if isinstance(event, Tick):
             self._ticked_at = core.now
+            if event.deaf:
+                core.peers.deaf(core.now)
 
     # ------------------------------------------------------------------ loss and leaving
 

@@ -216,6 +216,10 @@ class Membership:
         self.grace_from = now
         return True
 
+    def deaf(self, now: float) -> None:
+        """Nobody could be heard until now, and whoever was silent is not to blame."""
+        self.grace_from = now
+
     def is_suspect(self, peer: Peer, now: float) -> bool:
         """Whether nothing new should be built on the peer."""
         return peer.lost_at is not None or self.silence(peer.heard, now) >= self._times.far_suspect

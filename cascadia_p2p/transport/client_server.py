@@ -35,7 +35,7 @@ SEND_BUFFER: Final = 1 << 16
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
-WAITING_BYTES: Final = 1 << 27
+WAITING_BYTES: Final = 1 << 26
 """Of requests that one connection may send ahead."""
 
 UNACKNOWLEDGED_MS: Final = 5000
@@ -121,7 +121,7 @@ class ClientServer:
             made.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
             self._signal = Signal()
             self._monitor = Monitor(made, EVENTS, self._signal)
-            self._socket = LoopSocket(made, self._signal)
+            self._socket = LoopSocket(made, self._signal, self._end_source)
         except BaseException:
             made.close(linger=0)
             raise
@@ -190,6 +190,11 @@ class ClientServer:
         for descriptor, number in list(self._open.items()):
             if number == connection:
                 hang_up(descriptor, self._is_client)
+
+    def _end_source(self, part: zmq.Frame) -> None:
+        """End the connection that a part came over."""
+        if (descriptor := source_of(part)) is not None:
+            hang_up(descriptor, self._is_client)
 
     async def receive(self) -> ClientEvent:
         """The next request, misshapen message or end of a connection; safe to cancel."""

@@ -17,7 +17,7 @@ from cascadia_p2p.transport.client_server import ClientCall, read_request
 from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
 from cascadia_p2p.transport.greeting import why_hung_up
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
-from cascadia_p2p.transport.meter import Meter, source_of
+from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
 from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
 from cascadia_p2p.types import Endpoint
@@ -43,7 +43,7 @@ class Stranger:
     why: Knock
 
 
-WAITING_BYTES: Final = 1 << 24
+WAITING_BYTES: Final = 1 << 22
 """Of messages that one connection may send ahead."""
 
 
@@ -68,7 +68,7 @@ class ControlServer:
             self.endpoint = bind(made, host, port, flag)
             self._signal = Signal()
             self._monitor = Monitor(made, EVENTS, self._signal)
-            self._socket = LoopSocket(made, self._signal)
+            self._socket = LoopSocket(made, self._signal, self._end_source)
         except BaseException:
             made.close(linger=0)
             raise
@@ -84,6 +84,11 @@ class ControlServer:
         self.meter = Meter(WAITING_BYTES)
         """Of its connections."""
         self._due = 0.0
+
+    @property
+    def deaf(self) -> bool:
+        """Whether messages that have come can not be taken yet, for one of very many parts before them."""
+        return self._socket.skipping
 
     async def receive(self) -> ControlCall:
         """The next message; safe to cancel."""
@@ -122,6 +127,11 @@ class ControlServer:
         if isinstance(call, ClientCall) and self._client_answer:
             self._socket.give([call.route.identity, *(call.route.envelope or ()), b"", self._client_answer])
 
+    def _end_source(self, part: zmq.Frame) -> None:
+        """End the connection that a part came over."""
+        if (descriptor := source_of(part)) is not None:
+            hang_up(descriptor, lambda at: at[1] == self.endpoint.port)
+
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
         self._due = cut_overfull(self.meter, self._due, {self.endpoint.port})
@@ -157,6 +167,8 @@ class Dial(Enum):
     """Nothing came back, or no way leads there."""
     HANDSHAKE_FAILED = "handshake_failed"
     """Something else than a node of ours listens there."""
+    MALFORMED = "malformed"
+    """A message came that no node sends: the dialer has closed itself."""
     IN_THE_CLEAR = "in_the_clear"
     """This side has a key, and what listens there has none."""
     CLOSED = "closed"
@@ -220,10 +232,11 @@ class ControlDialer:
             while (event := self._monitor.take()) is not None:
                 if (dial := await self._dial(event)) is not None:
                     return dial
-            while (parts := self._socket.take()) is not None:
-                if len(parts) == 1:
-                    return parts[0].bytes
-                await self._signal.turn()
+            if (part := self._socket.take_one()) is not None:
+                if not part.more:
+                    return part.bytes
+                self.close(0)
+                return Dial.MALFORMED
             await self._signal.wait()
 
     def send(self, data: bytes) -> Delivery:

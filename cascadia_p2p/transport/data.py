@@ -12,7 +12,7 @@ import numpy.typing as npt
 import zmq
 
 from cascadia_p2p.transport.curve import Domain
-from cascadia_p2p.transport.meter import Meter, source_of
+from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
 from cascadia_p2p.transport.ports import PortWatch
 from cascadia_p2p.types import Endpoint
@@ -25,6 +25,9 @@ SEND_MS: Final = 300
 HEARTBEAT_MS: Final = 100
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 MAX_HEADER: Final = 1 << 20
+SKIPPED_PARTS: Final = 1000
+"""Of a message with more parts than it may have, those that are dropped at a time."""
+
 WAITING_PARTS: Final = 128
 """Of the largest size that one connection may send ahead: twice the frames that a head has in flight."""
 
@@ -80,8 +83,8 @@ class DataReceiver:
     def recv_header(self, wait: bool) -> bytearray | None:
         """The next message's first part in memory of its own; see `FrameReceiver.recv_header`."""
         # Looked for only now, when the message before has gone on its way already.
-        if self._unread:
-            self._skip()
+        if self._unread and not self._skip():
+            return None
         try:
             part = self._pull.recv(0 if wait else _NOW, copy=False)
         except zmq.Again:
@@ -126,10 +129,21 @@ class DataReceiver:
             self._wake.close(linger=0)
         self._pull.close(linger=0)
 
-    def _skip(self) -> None:
-        self._unread = False
-        while self.more:
-            self.meter.took(self._source, len(self._pull.recv(_NOW, copy=False)))
+    def _skip(self) -> bool:
+        """Drop some of what is left of a message; whether that was all."""
+        more = self.more
+        for _ in range(SKIPPED_PARTS):
+            if not more:
+                self._unread = False
+                return True
+            part = self._pull.recv(_NOW, copy=False)
+            self.meter.took(self._source, len(part))
+            more = part.more
+        if self._source is not None:
+            # No node sends so many parts.
+            hang_up(self._source, lambda at: at[1] == self._endpoint.port)
+            self._source = None
+        return False
 
 
 class DataSender:
@@ -166,7 +180,11 @@ class DataSender:
         except zmq.Again:
             return False
         if payload is not None:
-            self._push.send(payload.data, _NOW, copy=payload.nbytes < COPY_THRESHOLD)
+            try:
+                self._push.send(payload.data, _NOW, copy=payload.nbytes < COPY_THRESHOLD)
+            except zmq.Again:
+                # The connection ended in between, and with it what it had of this message.
+                return False
         return True
 
     def wait(self, timeout_ms: int) -> None:

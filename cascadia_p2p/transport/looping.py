@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -113,20 +113,51 @@ class Signal:
 
 
 class LoopSocket:
-    """One ZeroMQ socket in the running loop: it sets the signal when something may have come."""
+    """One ZeroMQ socket in the running loop: it sets the signal when something may have come.
 
-    def __init__(self, made: zmq.Socket[bytes], signal: Signal) -> None:
+    Args:
+        made: the socket.
+        signal: to be set.
+        endless: told the first part of a message of more parts than can be dropped at once.
+    """
+
+    def __init__(
+        self,
+        made: zmq.Socket[bytes],
+        signal: Signal,
+        endless: Callable[[zmq.Frame], object] = lambda _: None,
+    ) -> None:
         self.zmq = made
         self._signal = signal
+        self._endless = endless
         self._loop = asyncio.get_running_loop()
         self._descriptor = made.fileno()
-        self._skipping = False
+        self._skipping: zmq.Frame | None = None
+        self._told = False
         try:
             self._loop.add_reader(self._descriptor, signal.set)
         except NotImplementedError:
             raise UsageError(
                 "this event loop can not watch sockets: on Windows use asyncio.SelectorEventLoop"
             ) from None
+
+    @property
+    def skipping(self) -> bool:
+        """Whether what is left of a message is in the way of all others."""
+        return self._skipping is not None
+
+    def take_one(self) -> zmq.Frame | None:
+        """The first part of the next message, or None.
+
+        A DEALER whose connection ends inside a message must not be read again: ZeroMQ would end the process.
+        Where the part has `more`, close the socket.
+        """
+        if not self._ready() & _POLLIN:
+            return None
+        try:
+            return self.zmq.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
 
     def take(self, max_parts: int = MAX_PARTS) -> list[zmq.Frame] | None:
         """The parts of the next message; None when there is none, or the rest of the last one is in its way.
@@ -136,31 +167,34 @@ class LoopSocket:
         """
         # To ask costs a tenth of the exception by which an empty socket answers a receive.
         if not self._ready() & _POLLIN:
-            self._skipping = False
+            self._skipping = None
             return None
         try:
-            if self._skipping and not self._skip():
+            if self._skipping is not None and not self._skip(self._skipping):
                 return None
             part = self.zmq.recv(zmq.NOBLOCK, copy=False)
             parts = [part]
             while part.more:
                 if len(parts) > max_parts:
-                    self._skipping = True
+                    self._skipping, self._told = parts[0], False
                     break
                 part = self.zmq.recv(zmq.NOBLOCK, copy=False)
                 parts.append(part)
         except zmq.Again:
             # With its connection goes a message that nobody has read: between the question and this, too.
-            self._skipping = False
+            self._skipping = None
             return None
         return parts
 
-    def _skip(self) -> bool:
+    def _skip(self, first: zmq.Frame) -> bool:
         """Drop some of what is left of a message; whether that was all."""
         for _ in range(SKIPPED_PARTS):
             if not self.zmq.recv(zmq.NOBLOCK, copy=False).more:
-                self._skipping = False
+                self._skipping = None
                 return True
+        if not self._told:
+            self._told = True
+            self._endless(first)
         # Not at once: whoever waits for a signal that is set goes on without a turn for others.
         self._loop.call_soon(self._signal.set)
         return False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+import zmq
 
 from cascadia_p2p.node.control import ControlPlane
 from cascadia_p2p.node.door import Door
@@ -68,6 +69,43 @@ def test_a_later_instance_that_was_not_dialled_yet_is_lost_when_its_port_refuses
             later.close()
         dialer.close()
         await plane.close()
+
+    async def bounded() -> None:
+        with Network() as network:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(network)
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_who_sends_what_no_node_sends_is_let_be(lasting: bool) -> None:
+    events: list[Event] = []
+    ended: list[asyncio.Task[None]] = []
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        door = Door(None, None, "office", Path("/nowhere"))
+        plane = ControlPlane(network, server, door, StatusQuery, events.append, ended.append)
+        plane.start()
+        stranger = network.socket(zmq.ROUTER, linger_ms=0, max_part=1 << 16)
+        port = stranger.bind_to_random_port("tcp://127.0.0.1")
+        plane.dial(Endpoint("127.0.0.1", port), lasting=lasting)
+        (link,) = plane._dialled
+        assert await asyncio.to_thread(stranger.poll, 1000 * int(DEADLINE_S))
+        identity, _ = stranger.recv_multipart()
+        plane.route(link, NODE, OLD)
+        stranger.send_multipart([identity, b"x", b"y"])
+        while ConnectionLost(NODE, OLD) not in events:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if lasting:
+            assert link in plane._dialled
+        else:
+            while plane._dialled:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await plane.close()
+        stranger.close()
+        assert all(task.cancelled() or task.exception() is None for task in ended)
 
     async def bounded() -> None:
         with Network() as network:

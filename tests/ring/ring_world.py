@@ -84,6 +84,7 @@ class SimNode:
         self.machine = RingMachine(own, self.clock, TIMES)
         self.alive = True
         self.frozen = False
+        self.deaf = False
         self.died_at: float | None = None
         self.thawed_at = world.now
         self.routes: dict[NodeId, list[End]] = defaultdict(list)
@@ -149,7 +150,7 @@ class SimNode:
                     *self.needs,
                 )
             )
-            self.feed(e.Tick())
+            self.feed(e.Tick(self.deaf))
             self.redial()
         self.world.after(self.world.rng.uniform(0.04, 0.06), self.tick)
 
@@ -539,7 +540,7 @@ class World:
     def _check_losses(self, head: SimNode) -> None:
         """A head does not stay open for long with a member that can not be there."""
         limit = TIMES.gone + 0.7
-        if self.now - head.thawed_at < limit + TIMES.gone:
+        if head.deaf or self.now - head.thawed_at < limit + TIMES.gone:
             return
         for member in head.core.seat.members[1:]:
             found = next(x for x in self.nodes if x.profile.instance == member.instance)

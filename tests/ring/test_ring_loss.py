@@ -289,6 +289,21 @@ def test_a_node_that_stood_still_itself_blames_nobody() -> None:
     assert nodes[0].core.counter == 1
 
 
+def test_who_can_not_hear_judges_nobody_and_is_heard_all_the_same() -> None:
+    world = World(2)
+    nodes = open_fleet(world, 3)
+    for other in nodes[1:]:
+        world.cut(other, nodes[0], both=False)
+    nodes[0].deaf = True
+    world.run(6)
+    assert world.is_open()
+    world.heal()
+    nodes[0].deaf = False
+    world.run(5)
+    assert world.is_open()
+    assert nodes[0].core.counter == 1
+
+
 def test_dll_11_a_flapping_link_never_forms_rings_in_a_tight_loop() -> None:
     world = World(2)
     nodes = open_fleet(world, 3)

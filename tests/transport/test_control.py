@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import pytest
 import zmq
 
-from cascadia_p2p.errors import PortError
+from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.local import free_ports
+from cascadia_p2p.node.query import ask_node
 from cascadia_p2p.transport import looping
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, knock
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Signal, SocketClosedError
@@ -200,6 +201,35 @@ def test_messages_without_end_leave_turns_to_everything_else(monkeypatch: pytest
         ticking.cancel()
         dialer.close()
         server.close()
+
+    run(scenario)
+
+
+def test_a_dialer_reads_nothing_behind_a_part_that_has_more() -> None:
+    """ZeroMQ ends the process of a dialer whose connection ends inside a message that it reads."""
+
+    async def scenario(network: Network) -> None:
+        stranger = network.socket(zmq.ROUTER, linger_ms=0, max_part=1 << 16)
+        port = stranger.bind_to_random_port("tcp://127.0.0.1")
+        dialer = ControlDialer(network, Endpoint("127.0.0.1", port))
+        assert await dialer.receive() is Dial.CONNECTED
+        dialer.send(b"hello")
+        assert await asyncio.to_thread(stranger.poll, 1000 * int(DEADLINE_S))
+        identity, _ = stranger.recv_multipart()
+        stranger.send_multipart([identity, b"one"])
+        assert await dialer.receive() == b"one"
+        stranger.send_multipart([identity, *[b"x"] * 3])
+        assert await dialer.receive() is Dial.MALFORMED
+        with pytest.raises(SocketClosedError):
+            await dialer.receive()
+        dialer.close()
+        asking = asyncio.create_task(ask_node(dialer.endpoint, DEADLINE_S))
+        assert await asyncio.to_thread(stranger.poll, 1000 * int(DEADLINE_S))
+        identity, _ = stranger.recv_multipart()
+        stranger.send_multipart([identity, b"x", b"y"])
+        with pytest.raises(UnreachableError, match="is no node of ours"):
+            await asking
+        stranger.close()
 
     run(scenario)
 

@@ -6,14 +6,22 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
 from cascadia_p2p.errors import PortError
-from cascadia_p2p.transport.data import COPY_THRESHOLD, DataReceiver, DataSender, DataTransport
+from cascadia_p2p.transport.data import (
+    COPY_THRESHOLD,
+    SKIPPED_PARTS,
+    DataReceiver,
+    DataSender,
+    DataTransport,
+)
 from cascadia_p2p.transport.interfaces import FrameReceiver, FrameSender, FrameTransport
+from cascadia_p2p.transport.looping import unwatch, watch
 from cascadia_p2p.transport.memory import MemoryTransport
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
@@ -98,6 +106,63 @@ def test_an_unread_payload_is_dropped(transport: FrameTransport) -> None:
     assert receive(receiver) == b"next"
     sender.close()
     receiver.close()
+
+
+def test_a_frame_that_lost_its_connection_between_its_parts_was_not_taken(network: Network) -> None:
+    receiver = DataTransport(network).bind("127.0.0.1", 0, max_part=MAX_PART)
+    endpoint = receiver.endpoint
+    sender = DataSender(network, endpoint)
+    send(sender, b"first", rows(1, 8))
+    assert receive(receiver) == b"first"
+
+    class Cut:
+        """Passes everything on; behind a header the receiver is gone."""
+
+        def __init__(self, push: zmq.Socket[bytes]) -> None:
+            self.push = push
+
+        def send(self, *args: Any, **more: Any) -> None:
+            self.push.send(*args, **more)
+            receiver.close()
+            time.sleep(0.3)
+
+    push = sender._push
+    sender._push = Cut(push)  # type: ignore[assignment]
+    assert not sender.send(b"second", rows(1, 8))
+    sender._push = push
+    again = DataReceiver(network, endpoint.host, endpoint.port, max_part=MAX_PART)
+    send(sender, b"third", rows(1, 8))
+    assert receive(again) == b"third"
+    assert again.more
+    sender.close()
+    again.close()
+
+
+def test_a_message_of_very_many_parts_leaves_the_data_thread_its_turns(network: Network) -> None:
+    receiver = DataReceiver(network, "127.0.0.1", 0, max_part=MAX_PART)
+    flood = network.socket(zmq.PUSH, linger_ms=0, max_part=1 << 10)
+    flood.setsockopt(zmq.SNDHWM, 0)
+    events = watch(flood, zmq.EVENT_DISCONNECTED)
+    flood.connect(receiver.endpoint.tcp)
+    slices = 20
+    flood.send(b"flood", zmq.SNDMORE)
+    for _ in range(slices * SKIPPED_PARTS):
+        flood.send(b"", zmq.SNDMORE)
+    flood.send(b"")
+    assert receive(receiver) == b"flood"
+    sender = DataSender(network, receiver.endpoint)
+    send(sender, b"frame", rows(1, 8))
+    turns, header = 0, None
+    deadline = time.monotonic() + DEADLINE_S
+    while header is None and time.monotonic() < deadline:
+        header, turns = receiver.recv_header(False), turns + 1
+    assert header == b"frame"
+    assert turns >= slices
+    assert events.poll(int(1000 * DEADLINE_S)), "its connection has ended"
+    unwatch(flood)
+    events.close()
+    for made in (flood, sender, receiver):
+        made.close()
 
 
 def test_a_transposed_payload_is_refused(transport: FrameTransport) -> None:
