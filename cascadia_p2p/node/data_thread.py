@@ -166,8 +166,9 @@ class DataThread:
         try:
             if seat is None or not seat.head or not self._open:
                 self._wait()
-            elif (header := self._receiver.recv_header(False)) is not None:
-                self._take(header)
+            elif self._take_answer():
+                # Its tokens may be what the next frame begins with.
+                pass
             elif (plan := self._plan(seat)) is not None:
                 self._start_frame(seat, plan)
                 self._run_after()
@@ -175,6 +176,15 @@ class DataThread:
                 self._wait()
         except _AbandonFrame:
             self.counters.dropped[Drop.ABANDONED] += 1
+
+    def _take_answer(self) -> bool:
+        """Take what has come, without waiting; what is dropped holds up no frame that could start."""
+        header = self._receiver.recv_header(False)
+        if header is None:
+            return False
+        before = self.counters.frames_in
+        self._take(header)
+        return self.counters.frames_in > before
 
     def _wait(self) -> None:
         """Wait for a frame or a wake."""

@@ -400,6 +400,19 @@ def test_what_does_not_belong_is_counted_and_the_ring_goes_on(
     ring.stop()
 
 
+def test_junk_without_end_keeps_no_frame_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring(2, MemoryTransport())
+    ring.open()
+    receive = ring.receivers[0].recv_header
+    monkeypatch.setattr(
+        ring.receivers[0], "recv_header", lambda _: receive(False) or bytearray(b"junk"), raising=True
+    )
+    ring.submit(1, [1, 2, 3], 5)
+    until(lambda: ring.finished(1))
+    assert ring.tokens(1) == reference(2, [1, 2, 3], 5)
+    ring.stop()
+
+
 def test_activations_sent_to_a_head_are_out_of_place() -> None:
     transport = MemoryTransport()
     ring = Ring(2, transport)
