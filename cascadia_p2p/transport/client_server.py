@@ -35,7 +35,7 @@ SEND_BUFFER: Final = 1 << 16
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 3000
 
-WAITING_BYTES: Final = 1 << 26
+WAITING_BYTES: Final = 1 << 27
 """Of requests that one connection may send ahead."""
 
 UNACKNOWLEDGED_MS: Final = 5000

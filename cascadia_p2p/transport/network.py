@@ -51,7 +51,7 @@ class Network:
         self._sockets: list[zmq.Socket[bytes]] = []
 
     def socket(self, kind: int, *, linger_ms: int, max_part: int) -> zmq.Socket[bytes]:
-        """A socket with the options that all of ours share.
+        """A socket with the options that all of ours share; what has come may wait without limit.
 
         Args:
             kind: a ZeroMQ socket type.
@@ -61,7 +61,9 @@ class Network:
         made = self.context.socket(kind)
         made.setsockopt(zmq.LINGER, linger_ms)
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        made.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        # With a limit ZeroMQ stops reading there, and ends the process if the connection breaks then.
+        # `Meter` bounds what may wait.
+        made.setsockopt(zmq.RCVHWM, 0)
         made.setsockopt(zmq.IMMEDIATE, 1)
         # ZeroMQ counts what encryption adds.
         made.setsockopt(zmq.MAXMSGSIZE, max_part if self.keys is None else max_part + SEALED)
