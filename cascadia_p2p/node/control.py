@@ -37,6 +37,9 @@ GREET_AGAIN_S: Final = 1.0
 KNOCK_AGAIN_S: Final = 5.0
 """Between two attempts at a door that another key closes, at most."""
 
+MAX_UNREAD: Final = 3
+"""Messages that can not be read, from a dialled address that has not greeted, until it is let be."""
+
 REMIND_S: Final = 60.0
 """Until the same thing is said of the same door again."""
 
@@ -62,6 +65,7 @@ class _Dialled:
     retry_s: float = 0.0
     idle_since: float = 0.0
     shut: int = 0
+    unread: int = 0
 
 
 @dataclass(slots=True)
@@ -316,13 +320,15 @@ class ControlPlane:
         if dialled.dialer is not None:
             dialled.dialer.close(0)
 
-    def _take(self, data: bytes, link: int, source: str) -> None:
+    def _take(self, data: bytes, link: int, source: str) -> bool:
+        """Hand on what came; False when it is no message of a node."""
         try:
             message = decode_control(data)
         except WireError as error:
             self._emit(Undecodable(link, source, str(error)))
-        else:
-            self._emit(Heard(message, link, source))
+            return False
+        self._emit(Heard(message, link, source))
+        return True
 
     async def _keep(self, dialled: _Dialled) -> None:
         """Dial, listen, and dial again for as long as the link is wanted."""
@@ -362,8 +368,14 @@ class ControlPlane:
             happened = await self._next(dialled, dialer)
             if isinstance(happened, bytes):
                 dialled.answered = True
-                self._take(happened, dialled.link, str(dialled.endpoint))
-                continue
+                if self._take(happened, dialled.link, str(dialled.endpoint)) or dialled.owner is not None:
+                    continue
+                dialled.unread += 1
+                if dialled.unread < MAX_UNREAD:
+                    continue
+                # Something of the fleet, as a head's client port, that is no node and never will be.
+                dialer.close(0)
+                happened = Dial.MALFORMED
             owner = dialled.owner
             if happened.about_keys:
                 self._knock_again(dialled, happened)
@@ -375,7 +387,7 @@ class ControlPlane:
                 dialer.send(encode(self._greeting()))
                 continue
             if happened is Dial.MALFORMED:
-                dialled.retry_s = KNOCK_AGAIN_S
+                dialled.retry_s, dialled.unread = KNOCK_AGAIN_S, 0
                 if owner is not None:
                     self._emit(ConnectionLost(*owner))
                 return dialled.lasting

@@ -122,9 +122,10 @@ class ControlServer:
                     self.failed[self._knock] += 1
 
     def _turn_away(self, parts: list[zmq.Frame]) -> None:
-        self.malformed += 1
         call = read_request(parts, 0)
-        if isinstance(call, ClientCall) and self._client_answer:
+        if not isinstance(call, ClientCall) or not self._client_answer:
+            self.malformed += 1
+        else:
             self._socket.give([call.route.identity, *(call.route.envelope or ()), b"", self._client_answer])
 
     def _end_source(self, part: zmq.Frame) -> None:

@@ -106,6 +106,20 @@ def test_ctrl_c_says_goodbye_frees_the_ports_and_ends_with_130(
     until(lambda: free((port, port + 1, client_port, other_port, other_port + 1)), "all ports are free")
 
 
+def test_ctrl_c_while_modules_are_read_ends_quietly() -> None:
+    program = (
+        "import runpy, sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'cascadia_p2p.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "runpy.run_module('cascadia_p2p', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_ctrl_c_while_loading_or_alone_ends_at_once(process: Start, shards: Shards, tmp_path: Path) -> None:
     model = shards("tiny66", (22,) * 3)
     port = free_ports()

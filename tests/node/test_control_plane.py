@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 import structlog
 import zmq
 
-from cascadia_p2p.node.control import ControlPlane
+from cascadia_p2p.node.control import GREET_AGAIN_S, MAX_UNREAD, ControlPlane
 from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard
+from cascadia_p2p.transport.client_server import ClientFault, ClientServer
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Instance, NodeId
@@ -73,6 +75,36 @@ def test_a_later_instance_that_was_not_dialled_yet_is_lost_when_its_port_refuses
     async def bounded() -> None:
         with Network() as network:
             async with asyncio.timeout(DEADLINE_S):
+                await scenario(network)
+
+    asyncio.run(bounded())
+
+
+def test_who_answers_and_never_as_a_node_is_let_be() -> None:
+    """As a head's client port, which a forged announcement may name."""
+
+    async def scenario(network: Network) -> None:
+        server = ControlServer(network, "127.0.0.1", 0)
+        door = Door(None, None, "office", Path("/nowhere"))
+        plane = ControlPlane(network, server, door, StatusQuery, lambda event: None, lambda task: None)
+        plane.start()
+        clients = ClientServer(network)
+        plane.dial(clients.bind("127.0.0.1", 0))
+        asked = 0
+        while plane._dialled:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    event = await clients.receive()
+                    if isinstance(event, ClientFault):
+                        asked += 1
+                        clients.reply(event.route, b'{"error": "bad_request"}')
+        assert asked >= MAX_UNREAD
+        await plane.close()
+        clients.close()
+
+    async def bounded() -> None:
+        with Network() as network:
+            async with asyncio.timeout(DEADLINE_S + MAX_UNREAD * GREET_AGAIN_S):
                 await scenario(network)
 
     asyncio.run(bounded())

@@ -252,7 +252,7 @@ def test_garbage_on_the_port_is_counted_and_survived() -> None:
         dialer = ControlDialer(network, server.endpoint)
         assert await dialer.receive() is Dial.CONNECTED
         call = asyncio.create_task(server.receive())
-        await until(lambda: server.malformed == 2)
+        await until(lambda: server.malformed == 1)
         await until(lambda: bool(request.poll(0)))
         assert request.recv() == b"not here"
         dialer.send(b"still here")
