@@ -145,13 +145,14 @@ class _Line:
     Messages are copied out of ZeroMQ: a Ctrl-C that arrives while one of its frames is freed would be lost.
     """
 
-    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+    def __init__(self, network: Network, address: Endpoint) -> None:
+        self.address = address
         self.dealer = _dealer(network)
         self.monitor = watch(self.dealer, _EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self.dealer, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
-        connect(self.dealer, endpoint)
+        connect(self.dealer, address)
 
     def wait(self, deadline: float | None) -> bool:
         """Wait a little for a message or an event; False when the time is over."""
@@ -336,7 +337,7 @@ def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float, *, keyed
         while (event := line.event()) is not None:
             why = failed_handshake(event.event, event.value)
             if why is Knock.HUNG_UP:
-                why = why_hung_up(endpoint, keyed=keyed)
+                why = why_hung_up(line.address, keyed=keyed)
             failure = _failure(event, why, endpoint, keyed=keyed)
             # The handshake's event runs ahead of the connection's readiness.
             if failure == "" and line.dealer.poll(CONNECT_TIMEOUT_MS, zmq.POLLOUT):
@@ -502,7 +503,9 @@ class _LoopLine:
         self.over = False
         """The connection ended, or its only request was given up: the next request takes a new line."""
         self.endpoint = endpoint
+        self._address = address
         self._keyed = network.keys is not None
+        self._greetings = network.greetings
         self._waiting: dict[bytes, asyncio.Queue[bytes | None]] = {}
         dealer = _dealer(network)
         self._signal = Signal()
@@ -521,7 +524,7 @@ class _LoopLine:
                     while (event := self._monitor.take()) is not None:
                         why = failed_handshake(event.event, event.value)
                         if why is Knock.HUNG_UP:
-                            why = await asyncio.to_thread(why_hung_up, self.endpoint, keyed=self._keyed)
+                            why = await self._greetings.why_hung_up(self._address, keyed=self._keyed)
                             self._signal.require_open()
                         failure = _failure(event, why, self.endpoint, keyed=self._keyed)
                         shaken = shaken or failure == ""
