@@ -114,13 +114,12 @@ def make_request(
     for name in ("stop", "stop_token_ids"):
         if name in fields:
             fields[name] = _listed(name, fields[name])
-    # By it the same answer is had again from another head.
-    fields["key"] = secrets.token_hex(16)
+    # By one the answer can be cancelled, by the other it is had again from another head.
+    fields |= {"id": secrets.token_hex(8), "key": secrets.token_hex(16)}
     if fields.get("temperature") and fields.get("seed") is None:
         fields["seed"] = secrets.randbits(63)
     if stream:
-        # By it the answer can be cancelled, and read pieces be told.
-        fields |= {"id": secrets.token_hex(8), "acks": True}
+        fields["acks"] = True
     try:
         request = GenerateRequest.model_validate(fields)
     except ValidationError as error:
@@ -131,6 +130,11 @@ def make_request(
         text = "this can not be sent: a text in it is no Unicode; was it read in another encoding?"
         raise RequestError(ErrorCode.BAD_REQUEST, text) from None
     return request
+
+
+def make_cancel(request_id: str) -> bytes:
+    """What ends the request with this id at the head, over the same connection."""
+    return encode(CancelRequest(id=request_id))
 
 
 def _listed(name: str, value: object) -> tuple[object, ...]:
@@ -182,7 +186,7 @@ class Flow:
 
     def cancel(self) -> bytes:
         """To be sent when no more is wanted."""
-        return encode(CancelRequest(id=self._id))
+        return make_cancel(self._id)
 
     def paused(self, error: UnreachableError) -> StreamPiece | None:
         """A piece to tell the reader that the head was lost; None where that has been told."""
@@ -279,7 +283,8 @@ class Patience:
             return 0.0
         if self._asked and isinstance(error, HeadLostError):
             self._asked = False
-            self._fruitless += 1
+            # Of a connection that this side has ended the request is not the cause.
+            self._fruitless += not error.hung_up
             if self._fruitless >= FRUITLESS:
                 text = f"{FRUITLESS} heads were lost while they had this request, which may be the cause"
                 raise RequestError(ErrorCode.INTERNAL, f"{text}: {error}") from None

@@ -31,6 +31,7 @@ from cascadia_p2p.asking import (
     Patience,
     Prompt,
     Queued,
+    make_cancel,
     make_request,
     read_answer,
     read_status,
@@ -479,9 +480,10 @@ class AsyncClient:
         if self._closings != closings:
             raise error
 
-    async def _ask(self, message: Message, timeout_s: float | None) -> bytes:
+    async def _ask(self, message: GenerateRequest | StatusRequest, timeout_s: float | None) -> bytes:
         async with self._through_connection() as connection:
-            return await connection.request(encode(message), timeout_s)
+            cancel = make_cancel(message.id) if message.id and isinstance(message, GenerateRequest) else None
+            return await connection.request(encode(message), timeout_s, cancel=cancel)
 
     async def _pieces(
         self, request: GenerateRequest, on_queued: Queued | None, *, whole: bool = False
@@ -529,11 +531,14 @@ class AsyncClient:
         try:
             yield connection
         except UnreachableError as error:
+            if self._given is not None or self._connection is not connection:
+                raise
+            # That one call's time is over is no reason to end others.
+            if isinstance(error, LateReplyError) and connection.busy:
+                raise
             # A head that was found may be another one next time; the other calls fail with this one.
-            if self._given is None and self._connection is connection:
-                await self._hang_up()
-                raise self._heads.failed(connection.endpoint, error) from error
-            raise
+            await self._hang_up()
+            raise self._heads.failed(connection.endpoint, error) from error
 
     async def _connected(self) -> AsyncClientConnection:
         """The connection, or a new one; fails if the client is closed before there is one."""
@@ -543,7 +548,7 @@ class AsyncClient:
             if endpoint is None and self._connection is None and self._closings == closings:
                 endpoint = await self._heads.find()
             if self._closings != closings:
-                raise HeadLostError("the client was closed before it had found the head")
+                raise HeadLostError("the client was closed before it had found the head", hung_up=True)
             if self._connection is None:
                 assert endpoint is not None
                 keys = _keys_for(endpoint, self._fleet, self._key)

@@ -90,7 +90,16 @@ class NoHeadError(UnreachableError):
 
 
 class HeadLostError(UnreachableError):
-    """The connection to the head ended before its reply."""
+    """The connection to the head ended before its reply.
+
+    Args:
+        what: which, and what to do.
+        hung_up: this side ended it, for another call that shared it or because it was told to.
+    """
+
+    def __init__(self, what: str, *, hung_up: bool = False) -> None:
+        super().__init__(what)
+        self.hung_up = hung_up
 
 
 class WrongAddressError(UnreachableError):

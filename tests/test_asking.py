@@ -50,6 +50,17 @@ def test_a_token_clears_a_request() -> None:
         each.return_s(LOST)
 
 
+def test_a_connection_that_this_side_ends_is_no_fault_of_the_request() -> None:
+    each = patience()
+    for _ in range(5):
+        each.asked()
+        assert each.return_s(HeadLostError("another call hung up", hung_up=True)) > 0
+        assert each.hold_back_s == 0.0
+        # Nor is a loss before it is asked again.
+        assert each.return_s(LOST) > 0
+        assert each.hold_back_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("options", "pieces"), [({}, True), ({"logprobs": False}, True), ({"logprobs": 0}, False)]
 )

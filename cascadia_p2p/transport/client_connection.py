@@ -14,9 +14,9 @@ from typing import Final
 
 import zmq
 
-from cascadia_p2p.errors import HeadLostError, LateReplyError, NoHeadError, NotAdmittedError, UnreachableError
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.greeting import why_hung_up
+from cascadia_p2p.transport.head_errors import failure_in, late, located, lost, unreachable
 from cascadia_p2p.transport.looping import (
     Delivery,
     LoopSocket,
@@ -28,7 +28,6 @@ from cascadia_p2p.transport.looping import (
     unwatch,
     watch,
 )
-from cascadia_p2p.transport.naming import locate
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, connect, uninterrupted
 from cascadia_p2p.types import Endpoint
 
@@ -61,77 +60,6 @@ def _dealer(network: Network) -> zmq.Socket[bytes]:
     return made
 
 
-def _failure(happened: SocketEvent, why: Knock | None, endpoint: Endpoint, *, keyed: bool) -> str | None:
-    """What an event says about a connection attempt; "" for success, None for nothing.
-
-    Args:
-        happened: the event.
-        why: what made the handshake fail, if that was the event.
-        endpoint: of the head.
-        keyed: whether this side has a key.
-
-    Raises:
-        NotAdmittedError: no further attempt will do better.
-    """
-    match happened.event:
-        case zmq.Event.HANDSHAKE_SUCCEEDED:
-            return ""
-        case zmq.Event.CLOSED:
-            return "nothing listens there"
-        case zmq.Event.DISCONNECTED:
-            return None
-    match why:
-        case Knock.REFUSED:
-            raise NotAdmittedError(
-                f"the head at {endpoint} does not admit this key: it was withdrawn, or is not known there "
-                "yet; "
-                "'cascadia-p2p keygen --client NAME' where the fleet's key is issues another"
-            )
-        case Knock.MECHANISM if keyed:
-            raise NotAdmittedError(
-                f"what listens at {endpoint} speaks in the clear, and this PC has a key for it: it is "
-                "another "
-                "fleet's, or was started with --insecure; nothing was sent"
-            )
-        case Knock.MECHANISM:
-            raise NotAdmittedError(
-                f"the head at {endpoint} takes only clients with a key: name one with --key FILE. On a PC of "
-                "the fleet that is fleet.key beside its shards; there 'cascadia-p2p keygen --client NAME' "
-                "makes one for others"
-            )
-        case Knock.HUNG_UP if keyed:
-            return "it has another fleet's key than this PC, or is no head"
-    return "what listens there does not speak this protocol"
-
-
-def _unreachable(endpoint: Endpoint, reason: str) -> UnreachableError:
-    return NoHeadError(
-        f"no head node answers at {endpoint}: {reason}", "check the address and 'cascadia-p2p status'"
-    )
-
-
-def _located(endpoint: Endpoint) -> Endpoint:
-    """The address of the head.
-
-    Raises:
-        UnreachableError: its name is not known.
-    """
-    try:
-        return locate(endpoint)
-    except UnreachableError as error:
-        raise _unreachable(endpoint, str(error)) from None
-
-
-def _lost(endpoint: Endpoint) -> HeadLostError:
-    return HeadLostError(
-        f"the connection to the head node at {endpoint} was lost before its reply: ask again"
-    )
-
-
-def _late(endpoint: Endpoint, timeout_s: float) -> LateReplyError:
-    return LateReplyError(f"the head node at {endpoint} gave no reply within {timeout_s:.3g} s: ask again")
-
-
 def _reply_of(parts: list[bytes]) -> tuple[bytes, bytes] | None:
     """Tag and body of a reply, None for another shape."""
     if len(parts) != 3 or parts[1] or len(parts[0]) != TAG_BYTES:
@@ -145,13 +73,14 @@ class _Line:
     Messages are copied out of ZeroMQ: a Ctrl-C that arrives while one of its frames is freed would be lost.
     """
 
-    def __init__(self, network: Network, endpoint: Endpoint) -> None:
+    def __init__(self, network: Network, address: Endpoint) -> None:
+        self.address = address
         self.dealer = _dealer(network)
         self.monitor = watch(self.dealer, _EVENTS)
         self._poller = zmq.Poller()
         self._poller.register(self.dealer, zmq.POLLIN)
         self._poller.register(self.monitor, zmq.POLLIN)
-        connect(self.dealer, endpoint)
+        connect(self.dealer, address)
 
     def wait(self, deadline: float | None) -> bool:
         """Wait a little for a message or an event; False when the time is over."""
@@ -248,7 +177,7 @@ class ClientConnection:
             line.dealer.send_multipart([tag, b"", data], zmq.NOBLOCK)
         except zmq.Again:
             self._drop()
-            raise _lost(self.endpoint) from None
+            raise lost(self.endpoint) from None
         except BaseException:
             self._drop()
             raise
@@ -273,7 +202,7 @@ class ClientConnection:
         """
         try:
             if self._line is None:
-                raise _lost(self.endpoint)
+                raise lost(self.endpoint)
             return self._await_reply(self._line, tag, timeout_s, limit_s)
         except BaseException:
             self._drop()
@@ -299,7 +228,7 @@ class ClientConnection:
         if self._line is not None and self._line.lost():
             self._drop()
         if self._line is None:
-            address = _located(self.endpoint)
+            address = located(self.endpoint)
             with uninterrupted():
                 self._line = _Line(self._network, address)
             keyed = self._network.keys is not None
@@ -311,16 +240,16 @@ class ClientConnection:
     ) -> bytes:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            lost = line.lost()
+            ended = line.lost()
             while (parts := line.message()) is not None:
                 reply = _reply_of(parts)
                 if reply is not None and reply[0] == tag:
                     return reply[1]
                 self.late += 1
-            if lost:
-                raise _lost(self.endpoint)
+            if ended:
+                raise lost(self.endpoint)
             if not line.wait(deadline):
-                raise _late(self.endpoint, limit_s or timeout_s or 0.0)
+                raise late(self.endpoint, limit_s or timeout_s or 0.0)
 
     def _drop(self) -> None:
         with uninterrupted():
@@ -336,13 +265,13 @@ def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float, *, keyed
         while (event := line.event()) is not None:
             why = failed_handshake(event.event, event.value)
             if why is Knock.HUNG_UP:
-                why = why_hung_up(endpoint, keyed=keyed)
-            failure = _failure(event, why, endpoint, keyed=keyed)
+                why = why_hung_up(line.address, keyed=keyed)
+            failure = failure_in(event, why, endpoint, keyed=keyed)
             # The handshake's event runs ahead of the connection's readiness.
             if failure == "" and line.dealer.poll(CONNECT_TIMEOUT_MS, zmq.POLLOUT):
                 return
             reason = failure or reason
-    raise _unreachable(endpoint, reason)
+    raise unreachable(endpoint, reason)
 
 
 class AsyncClientConnection:
@@ -370,13 +299,28 @@ class AsyncClientConnection:
         self._line: _LoopLine | None = None
         self._closed = False
 
-    async def request(self, data: bytes, timeout_s: float | None = None) -> bytes:
-        """The reply to one request; see `ClientConnection.request`. Cancelling it gives the reply up."""
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for a reply."""
+        return self._line is not None and self._line.busy
+
+    async def request(
+        self, data: bytes, timeout_s: float | None = None, *, cancel: bytes | None = None
+    ) -> bytes:
+        """The reply to one request; see `ClientConnection.request`. Cancelling it gives the reply up.
+
+        Args:
+            data: see there.
+            timeout_s: see there.
+            cancel: see `Exchange.end`; sent if the reply is given up.
+        """
         exchange = await self.exchange(data)
         try:
-            return await exchange.receive(timeout_s)
+            reply = await exchange.receive(timeout_s)
+            cancel = None
         finally:
-            exchange.end()
+            exchange.end(cancel)
+        return reply
 
     async def open(self) -> None:
         """Connect, where that was not done.
@@ -417,15 +361,15 @@ class AsyncClientConnection:
         """The open line, or a new one."""
         if self._closed:
             # One of those that share the connection found that the head is lost, and hung up.
-            raise _lost(self.endpoint)
+            raise lost(self.endpoint, hung_up=True)
         if self._line is not None and self._line.over:
             self._line.close()
             self._line = None
         if self._line is None:
             numeric = self.endpoint.numeric
-            address = self.endpoint if numeric else await asyncio.to_thread(_located, self.endpoint)
+            address = self.endpoint if numeric else await asyncio.to_thread(located, self.endpoint)
             if self._closed:
-                raise _lost(self.endpoint)
+                raise lost(self.endpoint, hung_up=True)
             # Known before it is open, so that `close` ends the wait for it.
             line = self._line = _LoopLine(self._network, self.endpoint, address)
             try:
@@ -434,7 +378,7 @@ class AsyncClientConnection:
                 line.close()
                 self._line = None
                 if isinstance(error, SocketClosedError):
-                    raise _lost(self.endpoint) from None
+                    raise lost(self.endpoint, hung_up=True) from None
                 raise
             return line
         return self._line
@@ -471,11 +415,11 @@ class Exchange:
             async with asyncio.timeout(timeout_s):
                 reply = await self._replies.get()
         except TimeoutError:
-            raise _late(self._line.endpoint, limit_s or timeout_s or 0.0) from None
+            raise late(self._line.endpoint, limit_s or timeout_s or 0.0) from None
         if reply is None:
             # Every further call finds the same.
             self._replies.put_nowait(None)
-            raise _lost(self._line.endpoint)
+            raise lost(self._line.endpoint, hung_up=not self._line.ended)
         self._answered = True
         return reply
 
@@ -499,10 +443,14 @@ class _LoopLine:
 
     def __init__(self, network: Network, endpoint: Endpoint, address: Endpoint) -> None:
         self.late = 0
+        self.ended = False
+        """The other side has ended the connection."""
         self.over = False
         """The connection ended, or its only request was given up: the next request takes a new line."""
         self.endpoint = endpoint
+        self._address = address
         self._keyed = network.keys is not None
+        self._greetings = network.greetings
         self._waiting: dict[bytes, asyncio.Queue[bytes | None]] = {}
         dealer = _dealer(network)
         self._signal = Signal()
@@ -510,6 +458,11 @@ class _LoopLine:
         self._socket = LoopSocket(dealer, self._signal)
         connect(dealer, address)
         self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for a reply."""
+        return bool(self._waiting)
 
     async def open(self, timeout_s: float) -> None:
         """Wait until the head is there, then start reading."""
@@ -521,9 +474,9 @@ class _LoopLine:
                     while (event := self._monitor.take()) is not None:
                         why = failed_handshake(event.event, event.value)
                         if why is Knock.HUNG_UP:
-                            why = await asyncio.to_thread(why_hung_up, self.endpoint, keyed=self._keyed)
+                            why = await self._greetings.why_hung_up(self._address, keyed=self._keyed)
                             self._signal.require_open()
-                        failure = _failure(event, why, self.endpoint, keyed=self._keyed)
+                        failure = failure_in(event, why, self.endpoint, keyed=self._keyed)
                         shaken = shaken or failure == ""
                         reason = failure or reason
                     # The handshake's event runs ahead of the connection's readiness.
@@ -532,13 +485,13 @@ class _LoopLine:
                         return
                     await self._signal.wait()
         except TimeoutError:
-            raise _unreachable(self.endpoint, reason) from None
+            raise unreachable(self.endpoint, reason) from None
 
     def send(self, tag: bytes, data: bytes) -> asyncio.Queue[bytes | None]:
         """Send a request: the queue of its replies, None for the end of the connection."""
         if self._socket.give([tag, b"", data]) is not Delivery.SENT:
             self.over = True
-            raise _lost(self.endpoint)
+            raise lost(self.endpoint)
         replies = self._waiting[tag] = asyncio.Queue()
         return replies
 
@@ -566,13 +519,12 @@ class _LoopLine:
         with contextlib.suppress(SocketClosedError):
             while True:
                 self._signal.clear()
-                ended = False
                 while (event := self._monitor.take()) is not None:
-                    ended = ended or event.event == zmq.Event.DISCONNECTED
+                    self.ended = self.ended or event.event == zmq.Event.DISCONNECTED
                 while (parts := self._socket.take()) is not None:
                     self._deliver(parts)
                     await self._signal.turn()
-                if ended:
+                if self.ended:
                     self.over = True
                     self._fail()
                     return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ import zmq
 
 from cascadia_p2p.transport.client_server import ClientCall, read_request
 from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
-from cascadia_p2p.transport.greeting import why_hung_up
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
+from cascadia_p2p.transport.naming import open_plain
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
 from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
 from cascadia_p2p.types import Endpoint
@@ -208,6 +207,7 @@ class ControlDialer:
         self.endpoint = endpoint
         self.connected = False
         self._keyed = network.keys is not None
+        self._greetings = network.greetings
         self._shaken = False
         made = network.socket(zmq.DEALER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
         with contextlib.ExitStack() as undone:
@@ -264,7 +264,7 @@ class ControlDialer:
                 return await knock(self.endpoint)
         why = failed_handshake(happened.event, happened.value)
         if why is Knock.HUNG_UP:
-            why = await asyncio.to_thread(why_hung_up, self.endpoint, keyed=self._keyed)
+            why = await self._greetings.why_hung_up(self.endpoint, keyed=self._keyed)
             self._signal.require_open()
         return self._refused(why)
 
@@ -281,15 +281,14 @@ async def knock(endpoint: Endpoint, timeout_s: float = CONNECT_TIMEOUT_MS / 1000
 
     ZeroMQ tells that an attempt failed and not why; a port that refuses means a dead process, where silence
     may mean a loose cable.
+
+    Args:
+        endpoint: a numeric address.
+        timeout_s: how long silence is listened to, in seconds.
     """
-    loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(timeout_s):
-            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-            family, kind, protocol, _, address = found[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setblocking(False)
-                await loop.sock_connect(probe, address)
+            (await open_plain(endpoint)).close()
     except ConnectionRefusedError:
         return Dial.REFUSED
     except (OSError, TimeoutError):

@@ -1,7 +1,11 @@
-"""Which of a name's addresses to connect to: all are tried at once, and the first that answers is taken."""
+"""Which of a name's addresses to connect to: all are tried at once, and the first that answers is taken.
+
+And a plain connection to an address.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import selectors
 import socket
@@ -63,3 +67,26 @@ def _first(families: Mapping[Endpoint, int], limit_s: float) -> Endpoint | None:
                     return chosen
                 selector.unregister(key.fileobj)
     return None
+
+
+async def open_plain(endpoint: Endpoint) -> socket.socket:
+    """A TCP connection without ZeroMQ, made in the running loop and none of its threads; does not block.
+
+    Args:
+        endpoint: a numeric address.
+
+    Raises:
+        OSError: there is no way to it, or it refuses.
+    """
+    # Of an address this asks nobody. The loop would let a thread spell one that has a scope.
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(made, where)
+    except BaseException:
+        made.close()
+        raise
+    return made

@@ -15,6 +15,7 @@ import zmq
 
 from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.transport.curve import Authenticator, Domain, Keys, close_door, present
+from cascadia_p2p.transport.greeting import Greetings
 from cascadia_p2p.types import Endpoint
 
 HANDSHAKE_MS: Final = 3000
@@ -46,6 +47,8 @@ class Network:
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.keys = keys
+        self.greetings = Greetings()
+        """Asked by its sockets that are in an event loop."""
         self._authenticator: Authenticator | None = None
         # Held here so that none is left to the garbage collector before `close`.
         self._sockets: list[zmq.Socket[bytes]] = []

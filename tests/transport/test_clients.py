@@ -383,17 +383,18 @@ def test_stk_04_a_dead_head_ends_the_wait_and_a_new_one_is_found(timeout: float 
 
 
 def test_stk_04_a_dead_head_ends_every_asyncio_wait() -> None:
-    head = Head(lambda data: None)
+    heard: list[bytes] = []
+    head = Head(heard.append)
     port = head.endpoint.port
 
     async def scenario() -> None:
         async with AsyncClientConnection(head.endpoint, connect_timeout_s=5) as connection:
             waits = [asyncio.create_task(connection.request(b"%d" % at)) for at in range(5)]
-            await asyncio.sleep(0.2)
+            await until(lambda: len(heard) == 5)
             await asyncio.to_thread(head.stop)
             results = await asyncio.gather(*waits, return_exceptions=True)
             assert len(results) == 5
-            assert all(isinstance(result, UnreachableError) for result in results)
+            assert all(isinstance(result, HeadLostError) and not result.hung_up for result in results)
             again = await asyncio.to_thread(Head, lambda data: b"re: " + data, port)
             assert await connection.request(b"again", 5) == b"re: again"
             await asyncio.to_thread(again.stop)
@@ -534,6 +535,7 @@ def test_a_connection_that_is_closed_ends_the_calls_that_wait_for_it_to_open() -
             await connection.close()
             ends = await asyncio.gather(*calls, connection.request(b"{}"), return_exceptions=True)
             assert [type(end) for end in ends] == [HeadLostError] * 4
+            assert all(end.hung_up for end in ends if isinstance(end, HeadLostError))
 
     run(scenario)
 
