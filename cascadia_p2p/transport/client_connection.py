@@ -16,7 +16,7 @@ import zmq
 
 from cascadia_p2p.transport.curve import Keys, Knock, failed_handshake
 from cascadia_p2p.transport.greeting import why_hung_up
-from cascadia_p2p.transport.head_errors import failure_in, late, located, lost, unreachable
+from cascadia_p2p.transport.head_errors import failure_in, late, located, lost, require_fits, unreachable
 from cascadia_p2p.transport.looping import (
     Delivery,
     LoopSocket,
@@ -34,7 +34,9 @@ from cascadia_p2p.types import Endpoint
 CONNECT_TIMEOUT_S: Final = 3.0
 HEARTBEAT_MS: Final = 500
 HEARTBEAT_TIMEOUT_MS: Final = 3000
-MAX_REPLY_PART: Final = 1 << 23
+MAX_REPLY_PART: Final = 1 << 28
+"""Bytes: an answer with `logprobs` may take a few kilobytes a token."""
+
 TAG_BYTES: Final = 8
 WAIT_S: Final = 0.2
 """Longest single wait: a Ctrl-C just before one is noticed only behind it."""
@@ -170,7 +172,9 @@ class ClientConnection:
 
         Raises:
             UnreachableError: nobody answers, or the head went away.
+            RequestError: it is larger than a head takes.
         """
+        require_fits(data)
         try:
             line = self._connected()
             tag = os.urandom(TAG_BYTES)
@@ -336,7 +340,9 @@ class AsyncClientConnection:
 
         Raises:
             UnreachableError: nobody answers, or the head went away.
+            RequestError: it is larger than a head takes.
         """
+        require_fits(data)
         async with self._connecting:
             line = await self._connected()
         self.late += line.late

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import zmq
 
-from cascadia_p2p.errors import HeadLostError, LateReplyError, NoHeadError, NotAdmittedError, UnreachableError
+from cascadia_p2p.errors import (
+    ErrorCode,
+    HeadLostError,
+    LateReplyError,
+    NoHeadError,
+    NotAdmittedError,
+    RequestError,
+    UnreachableError,
+)
+from cascadia_p2p.transport.client_server import MAX_REQUEST_PART
 from cascadia_p2p.transport.curve import Knock
 from cascadia_p2p.transport.looping import SocketEvent
 from cascadia_p2p.transport.naming import locate
 from cascadia_p2p.types import Endpoint
+
+
+def require_fits(data: bytes) -> None:
+    """See that a head will take a request of this size.
+
+    Raises:
+        RequestError: it would end the connection instead, which looks like its loss.
+    """
+    if len(data) > MAX_REQUEST_PART:
+        text = f"the request is {len(data):,} bytes, and a head takes {MAX_REQUEST_PART:,}: shorten it"
+        raise RequestError(ErrorCode.BAD_REQUEST, text)
 
 
 def failure_in(happened: SocketEvent, why: Knock | None, endpoint: Endpoint, *, keyed: bool) -> str | None:

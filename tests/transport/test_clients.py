@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import zmq
 
-from cascadia_p2p.errors import HeadLostError, UnreachableError
+from cascadia_p2p.errors import ErrorCode, HeadLostError, RequestError, UnreachableError
 from cascadia_p2p.transport import client_server, looping
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
-from cascadia_p2p.transport.client_server import ClientCall, ClientFault, ClientGone, ClientServer, Route
+from cascadia_p2p.transport.client_server import (
+    MAX_REQUEST_PART,
+    ClientCall,
+    ClientFault,
+    ClientGone,
+    ClientServer,
+    Route,
+)
 from cascadia_p2p.transport.looping import SKIPPED_PARTS, Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
@@ -652,6 +659,23 @@ def test_one_client_too_many_is_served_as_soon_as_another_has_left() -> None:
         server.close()
 
     run(scenario)
+
+
+def test_a_request_that_no_head_takes_is_refused_before_it_is_sent(head: Head) -> None:
+    large = b"x" * (MAX_REQUEST_PART + 1)
+
+    async def scenario() -> None:
+        async with AsyncClientConnection(head.endpoint) as connection:
+            with pytest.raises(RequestError, match="8,388,609 bytes, and a head takes 8,388,608") as refused:
+                await connection.request(large, DEADLINE_S)
+            assert refused.value.code is ErrorCode.BAD_REQUEST
+            assert await connection.request(large[1:4], DEADLINE_S) == b"re: xxx"
+
+    asyncio.run(scenario())
+    with ClientConnection(head.endpoint) as connection:
+        with pytest.raises(RequestError, match="shorten it"):
+            connection.request(large, DEADLINE_S)
+        assert connection.request(large[1:4], DEADLINE_S) == b"re: xxx"
 
 
 def test_a_connection_is_ended_by_its_number() -> None:
