@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn, cast
@@ -36,6 +37,9 @@ LONG_ANSWER: Final = 4000
 
 LONG_TALK: Final = 100
 """Messages from which framing them would do so, however short they are."""
+
+ID_BYTES: Final = 40
+"""A token id's memory, in a tuple."""
 
 SEED_BITS: Final = 53
 """Of the seeds that are drawn here: as many as the numbers of any JSON reader keep."""
@@ -331,6 +335,22 @@ class AnswerDesk:
     def _refuse_length(self, request: GenerateRequest, what: str) -> NoReturn:
         text = f"{what}, and this model was made for {self._facts.context}: shorten it"
         raise RequestError(ErrorCode.CONTEXT_OVERFLOW, text, request_id=request.id)
+
+
+def memory_of(request: GenerateRequest) -> int:
+    """Bytes of memory that a request takes until it has become ids, nearly: many times what came of it."""
+    messages = [message.__dict__ for message in request.messages or ()]
+    waiting: list[object] = [request.prompt, request.tools, *messages]
+    size = ID_BYTES * (len(request.token_ids or ()) + len(request.held))
+    while waiting:
+        value = waiting.pop()
+        size += sys.getsizeof(value)
+        if isinstance(value, dict):
+            waiting += value
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return size
 
 
 def _sampling(request: GenerateRequest) -> Sampling:

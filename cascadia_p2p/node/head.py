@@ -13,7 +13,7 @@ import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import Answer, AnswerDesk
+from cascadia_p2p.node.answers import Answer, AnswerDesk, memory_of
 from cascadia_p2p.node.conductor import DataCaller, HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
@@ -309,10 +309,11 @@ class HeadService:
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
         if self._desk.is_long(request, len(call.data)):
-            if (refusal := self._reading.refusal(len(call.data))) is not None:
+            size = memory_of(request)
+            if (refusal := self._reading.refusal(size)) is not None:
                 raise _named(refusal, request)
             self._pending.add(stream, pending)
-            self._reading.start(self._read(stream, pending), len(call.data))
+            self._reading.start(self._read(stream, pending), size)
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._pending.add(stream, pending)
