@@ -266,7 +266,9 @@ class ScoredToken(Message):
     logprob: float
 
 
-ScoredTokens = Annotated[tuple[ScoredToken, ...], Strict(False), Field(max_length=MAX_ALTERNATIVES)]
+ScoredTokens = Annotated[
+    tuple[ScoredToken, ...], Strict(False), Field(max_length=MAX_ALTERNATIVES, fail_fast=True)
+]
 
 
 class TokenScore(ScoredToken):
@@ -330,7 +332,7 @@ class GenerateReply(Reply):
 
     text: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False)] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), Field(fail_fast=True)] | None = None
     token_ids: TokenIds
     logprobs: TokenScores | None = None
     seed: Seed | None = None

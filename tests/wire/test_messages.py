@@ -6,14 +6,14 @@ import orjson
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
-from cascadia_p2p.wire import PROTOCOL
+from cascadia_p2p.wire import PROTOCOL, control
 from cascadia_p2p.wire import messages as m
 from cascadia_p2p.wire.client import MAX_REQUEST_BYTES, MAX_VALUES
-from cascadia_p2p.wire.model import count_openings, count_values, encode_flat
+from cascadia_p2p.wire.model import count_openings, count_values, encode_flat, explain
 
 NODE = NodeId("00112233445566aa")
 RUN = Instance("ffeeddccbbaa9988")
@@ -175,6 +175,37 @@ def test_control_refusals_name_the_field(data: bytes, words: str) -> None:
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+LISTS = [
+    (3, "holds", []),
+    (3, "pace", []),
+    (0, "peers", []),
+    (0, "sources", []),
+    (6, "members", []),
+    *((17, field, []) for field in ("gone", "begun", "grown", "ended")),
+    (17, "grown", [4, [7]]),
+    (17, "grown", [4, [], [[-0.5]]]),
+    (17, "begun", {"number": 4, "key": "0f" * 16, "prompt": 2, "max_tokens": 3, "stop_ids": [""] * 20}),
+]
+
+
+@pytest.mark.parametrize(("index", "field", "wrong"), LISTS)
+def test_a_list_of_wrong_items_costs_a_few_errors(
+    index: int, field: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error that is made takes as long as many items."""
+    errors = []
+
+    def counted(error: ValidationError) -> str:
+        errors.append(error.error_count())
+        return explain(error)
+
+    monkeypatch.setattr(control, "explain", counted)
+    with pytest.raises(WireError, match=field):
+        m.decode_control(changed(MESSAGES[index], **{field: [wrong] * 50}))
+    assert len(errors) == 1
+    assert errors[0] <= 10
 
 
 @pytest.mark.parametrize(
