@@ -19,6 +19,7 @@ from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
 from cascadia_p2p.node.meters import HeadCounts, HeadMeter
 from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.node.queue_places import QueuePlaces
 from cascadia_p2p.node.reading import Reading
 from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
@@ -32,7 +33,6 @@ from cascadia_p2p.wire.messages import (
     ErrorReply,
     FinishReason,
     GenerateRequest,
-    QueueNotice,
     StatusReply,
     StatusRequest,
     decode_request,
@@ -52,12 +52,6 @@ neither its socket nor its system takes any more.
 
 SURPLUS_RETRY_S: Final = 5.0
 """When a client that is one too many may try again."""
-
-PLACE_S: Final = 0.05
-"""From a request to the first word of its place in the queue, if it still waits then."""
-
-PLACES_S: Final = 1.0
-"""Least time between two words of a place."""
 
 AGAIN_S: Final = 0.5
 """When to ask again where a head leaves, in seconds."""
@@ -111,11 +105,13 @@ class HeadService:
         self._recovery_s = recovery_s
         self._watch = watch
         self._pending = PendingRequests()
-        self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reading = Reading(conductor.overload)
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(server, lambda route: self._cancel_peer(*route.peer))
+        self._places = QueuePlaces(
+            self._pending, self._outbox, lambda hear: data.call(lambda: conductor.tell_places(hear))
+        )
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
         self._draining: RequestError | None = None
@@ -176,8 +172,7 @@ class HeadService:
         await self._reading.close()
         if self._due_timer is not None:
             self._due_timer.cancel()
-        if self._place_timer is not None:
-            self._place_timer.cancel()
+        self._places.close()
         self._outbox.close()
         self._server.close()
 
@@ -358,7 +353,7 @@ class HeadService:
             return
         self.counts.accepted += 1
         pending.positions = len(left.prompt) + left.max_tokens
-        self._ask_places(PLACE_S)
+        self._places.ask_soon()
         self._data.call(lambda: self._conductor.submit(left, self._refused))
 
     def _resume(self, accepted: StreamRequest, pending: Pending, answer: Answer) -> StreamRequest | None:
@@ -546,34 +541,6 @@ class HeadService:
             text = f"the client has not read the last {MAX_PIECES} pieces of the answer: read them faster"
             self._fail(stream, RequestError(ErrorCode.SLOW_CLIENT, text))
             self._drop(stream, text)
-
-    # --- the queue ----------------------------------------------------------------------------------------
-
-    def _ask_places(self, after_s: float) -> None:
-        """Soon ask the scheduler who waits, for those who read as they come."""
-        if self._place_timer is None:
-            self._place_timer = self._loop.call_later(after_s, self._look_at_queue)
-
-    def _look_at_queue(self) -> None:
-        self._place_timer = None
-        self._data.call(lambda: self._conductor.tell_places(self._hear_places))
-
-    def _hear_places(self, waiting: Sequence[StreamId]) -> None:
-        """Called in the data thread."""
-        if waiting:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_places, waiting)
-
-    def _tell_places(self, waiting: Sequence[StreamId]) -> None:
-        """Tell who waits his place, where it has changed and the last word of it was taken."""
-        for place, stream in enumerate(waiting, 1):
-            pending = self._pending.get(stream)
-            if pending is None or not pending.request.stream or pending.cancelled or pending.place == place:
-                continue
-            if not self._outbox.blocked(pending.route):
-                pending.place = place
-                self._send(pending.route, encode(QueueNotice(id=pending.request.id, queued=place)))
-        self._ask_places(PLACES_S)
 
     async def _expire(self) -> None:
         while True:
