@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, Self, cast
 
 from pydantic import JsonValue
 
@@ -33,7 +33,7 @@ LONG_TEXT: Final = 20_000
 """Bytes of a request with text from which turning that into ids would hold up an event loop."""
 
 LONG_ANSWER: Final = 4000
-"""Ids that a client holds from which turning them into text would do so."""
+"""Ids of an answer, held or known, from which turning them into text would do so."""
 
 LONG_TALK: Final = 100
 """Messages from which framing them would do so, however short they are."""
@@ -132,10 +132,13 @@ class Answer:
         self._take()
         self._told = len(self.ids)
 
-    def recall(self, scores: Iterable[Score]) -> None:
-        """What the ids that it began with scored, if logprobs were asked for."""
+    def replay(self, ids: Sequence[int], scores: Sequence[Score], held: int) -> Self:
+        """Bring it, which has the first `held` of these ids, to all of them, and to what they scored."""
         if self.request.logprobs is not None:
-            self._score(self.ids, scores)
+            scored = len(self.scores)
+            self._score(self.ids[scored:], scores[scored:held])
+        self.take(ids[held:], scores[held:])
+        return self
 
     def piece(self) -> StreamPiece | None:
         """What has become visible since the last piece, or None."""

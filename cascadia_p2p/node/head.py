@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import Answer, AnswerDesk, memory_of
+from cascadia_p2p.node.answers import ID_BYTES, LONG_ANSWER, Answer, AnswerDesk, memory_of
 from cascadia_p2p.node.conductor import DataCaller, HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
@@ -61,6 +61,7 @@ _ASKED_AGAIN: Final = "the request was asked again over another connection, whic
 _log = structlog.get_logger()
 
 StatusBody: TypeAlias = dict[str, JsonValue]
+T = TypeVar("T")
 
 
 class HeadService:
@@ -316,12 +317,28 @@ class HeadService:
 
     async def _read(self, stream: StreamId, pending: Pending) -> None:
         """Accept a request that takes long to be read."""
+        found = await self._beside(stream, pending, partial(self._desk.accept, pending.request, stream))
+        if found is not None:
+            accepted, pending.answer = found
+            pending.request = pending.answer.request
+            self._submit(accepted, pending)
+
+    async def _replay(self, accepted: StreamRequest, pending: Pending, answer: Answer, found: Record) -> None:
+        """Bring an answer to where it is known, and go on as if its client had held it up to there.
+
+        What is known may be another by then, and nothing was made of it yet.
+        """
+        stream = accepted.stream
+        replay = partial(answer.replay, found.ids, found.scores, len(accepted.held))
+        if await self._beside(stream, pending, replay) is not None:
+            pending.answer = answer
+            self._submit(replace(accepted, held=tuple(answer.ids)), pending)
+
+    async def _beside(self, stream: StreamId, pending: Pending, read: Callable[[], T]) -> T | None:
+        """What a thread reads of a request; None if nobody waits for it any more, or is refused by now."""
         found, failure = None, None
         try:
-            found = await self._reading.read(
-                partial(self._desk.accept, pending.request, stream),
-                lambda: stream in self._pending and self._draining is None,
-            )
+            found = await self._reading.read(read, lambda: stream in self._pending and self._draining is None)
         except RequestError as error:
             failure = error
         except Exception:
@@ -332,10 +349,8 @@ class HeadService:
         if failure is not None:
             if self._pending.remove(stream) is not None:
                 self._refuse(pending.route, failure)
-        elif found is not None and stream in self._pending:
-            accepted, pending.answer = found
-            pending.request = pending.answer.request
-            self._submit(accepted, pending)
+            return None
+        return found if stream in self._pending else None
 
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
         if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):
@@ -367,7 +382,11 @@ class HeadService:
             pending.request.logprobs,
         )
         found = self._recall(accepted, pending, asked)
-        known = 0 if found is None else len(found.scores)
+        unread = 0 if found is None or answer.stopped else len(found.ids) - len(accepted.held)
+        if found is not None and unread > LONG_ANSWER:
+            self._start_replay(accepted, pending, answer, found)
+            return None
+        known = len(answer.scores) if found is None else len(found.scores)
         if asked.logprobs is not None and len(accepted.held) > known:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
@@ -395,6 +414,13 @@ class HeadService:
             return None
         self._send_piece(accepted.stream, pending)
         return accepted
+
+    def _start_replay(self, accepted: StreamRequest, pending: Pending, answer: Answer, found: Record) -> None:
+        size = found.weight * ID_BYTES
+        if (refusal := self._reading.refusal(size)) is not None:
+            raise _named(refusal, pending.request)
+        pending.answer = None
+        self._reading.start(self._replay(accepted, pending, answer, found), size)
 
     def _takes_place(self, stream: StreamId, pending: Pending) -> bool:
         """Whether a request is the last of its name that came; an earlier one ends, be it this one.
@@ -428,8 +454,7 @@ class HeadService:
         if sampling.temperature:
             sampling = replace(sampling, seed=found.asked.sampling.seed)
             answer.seed = sampling.seed
-        answer.recall(found.scores[:held])
-        answer.take(found.ids[held:], found.scores[held:])
+        answer.replay(found.ids, found.scores, held)
         if found.finish is None:
             # It goes on under the name of who has come back.
             self._kept.forget(found.name)

@@ -38,8 +38,11 @@ class Reading:
         return len(self._tasks)
 
     def refusal(self, size: int) -> RequestError | None:
-        """Why one more request, of so many bytes of memory, can not be read now; None when it can."""
-        before = len(self._tasks)
+        """Why one more request, of so many bytes of memory, can not be read now; None when it can.
+
+        A request that is read already is not before itself.
+        """
+        before = len(self._tasks) - (asyncio.current_task() in self._tasks)
         if before and sum(self._tasks.values()) + size > READING_BYTES:
             text = f"{before} requests are being read already, as much as this node reads: try again later"
             return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=RETRY_S)
