@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, Self, cast
 
 from pydantic import JsonValue
 
@@ -32,10 +33,13 @@ LONG_TEXT: Final = 20_000
 """Bytes of a request with text from which turning that into ids would hold up an event loop."""
 
 LONG_ANSWER: Final = 4000
-"""Ids that a client holds from which turning them into text would do so."""
+"""Ids of an answer, held or known, from which turning them into text would do so."""
 
 LONG_TALK: Final = 100
 """Messages from which framing them would do so, however short they are."""
+
+ID_BYTES: Final = 40
+"""A token id's memory, in a tuple."""
 
 SEED_BITS: Final = 53
 """Of the seeds that are drawn here: as many as the numbers of any JSON reader keep."""
@@ -128,10 +132,13 @@ class Answer:
         self._take()
         self._told = len(self.ids)
 
-    def recall(self, scores: Iterable[Score]) -> None:
-        """What the ids that it began with scored, if logprobs were asked for."""
+    def replay(self, ids: Sequence[int], scores: Sequence[Score], held: int) -> Self:
+        """Bring it, which has the first `held` of these ids, to all of them, and to what they scored."""
         if self.request.logprobs is not None:
-            self._score(self.ids, scores)
+            scored = len(self.scores)
+            self._score(self.ids[scored:], scores[scored:held])
+        self.take(ids[held:], scores[held:])
+        return self
 
     def piece(self) -> StreamPiece | None:
         """What has become visible since the last piece, or None."""
@@ -331,6 +338,22 @@ class AnswerDesk:
     def _refuse_length(self, request: GenerateRequest, what: str) -> NoReturn:
         text = f"{what}, and this model was made for {self._facts.context}: shorten it"
         raise RequestError(ErrorCode.CONTEXT_OVERFLOW, text, request_id=request.id)
+
+
+def memory_of(request: GenerateRequest) -> int:
+    """Bytes of memory that a request takes until it has become ids, nearly: many times what came of it."""
+    messages = [message.__dict__ for message in request.messages or ()]
+    waiting: list[object] = [request.prompt, request.tools, *messages]
+    size = ID_BYTES * (len(request.token_ids or ()) + len(request.held))
+    while waiting:
+        value = waiting.pop()
+        size += sys.getsizeof(value)
+        if isinstance(value, dict):
+            waiting += value
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return size
 
 
 def _sampling(request: GenerateRequest) -> Sampling:

@@ -7,18 +7,19 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import structlog
 from pydantic import JsonValue
 
 from cascadia_p2p.errors import ErrorCode, RequestError
-from cascadia_p2p.node.answers import Answer, AnswerDesk
+from cascadia_p2p.node.answers import ID_BYTES, LONG_ANSWER, Answer, AnswerDesk, memory_of
 from cascadia_p2p.node.conductor import DataCaller, HeadConductor, ring_incomplete
 from cascadia_p2p.node.journal import JournalWriter, Standby
 from cascadia_p2p.node.kept import AnswerName, Asked, KeptAnswers, Record
 from cascadia_p2p.node.meters import HeadCounts, HeadMeter
 from cascadia_p2p.node.outbox import Outbox
+from cascadia_p2p.node.queue_places import QueuePlaces
 from cascadia_p2p.node.reading import Reading
 from cascadia_p2p.node.requests import Pending, PendingRequests
 from cascadia_p2p.ring.scheduler import Stream, StreamRequest, Update
@@ -32,7 +33,6 @@ from cascadia_p2p.wire.messages import (
     ErrorReply,
     FinishReason,
     GenerateRequest,
-    QueueNotice,
     StatusReply,
     StatusRequest,
     decode_request,
@@ -53,12 +53,6 @@ neither its socket nor its system takes any more.
 SURPLUS_RETRY_S: Final = 5.0
 """When a client that is one too many may try again."""
 
-PLACE_S: Final = 0.05
-"""From a request to the first word of its place in the queue, if it still waits then."""
-
-PLACES_S: Final = 1.0
-"""Least time between two words of a place."""
-
 AGAIN_S: Final = 0.5
 """When to ask again where a head leaves, in seconds."""
 
@@ -67,6 +61,7 @@ _ASKED_AGAIN: Final = "the request was asked again over another connection, whic
 _log = structlog.get_logger()
 
 StatusBody: TypeAlias = dict[str, JsonValue]
+T = TypeVar("T")
 
 
 class HeadService:
@@ -111,11 +106,13 @@ class HeadService:
         self._recovery_s = recovery_s
         self._watch = watch
         self._pending = PendingRequests()
-        self._place_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._reading = Reading(conductor.overload)
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox(server, lambda route: self._cancel_peer(*route.peer))
+        self._places = QueuePlaces(
+            self._pending, self._outbox, lambda hear: data.call(lambda: conductor.tell_places(hear))
+        )
         self._due: set[StreamId] = set()
         self._due_timer: asyncio.TimerHandle | None = None
         self._draining: RequestError | None = None
@@ -176,8 +173,7 @@ class HeadService:
         await self._reading.close()
         if self._due_timer is not None:
             self._due_timer.cancel()
-        if self._place_timer is not None:
-            self._place_timer.cancel()
+        self._places.close()
         self._outbox.close()
         self._server.close()
 
@@ -309,10 +305,11 @@ class HeadService:
         name = None if request.key is None else AnswerName(call.client, request.key)
         pending = Pending(route, request, self._loop.time(), name)
         if self._desk.is_long(request, len(call.data)):
-            if (refusal := self._reading.refusal(len(call.data))) is not None:
+            size = memory_of(request)
+            if (refusal := self._reading.refusal(size)) is not None:
                 raise _named(refusal, request)
             self._pending.add(stream, pending)
-            self._reading.start(self._read(stream, pending), len(call.data))
+            self._reading.start(self._read(stream, pending), size)
             return
         accepted, pending.answer = self._desk.accept(request, stream)
         self._pending.add(stream, pending)
@@ -320,12 +317,28 @@ class HeadService:
 
     async def _read(self, stream: StreamId, pending: Pending) -> None:
         """Accept a request that takes long to be read."""
+        found = await self._beside(stream, pending, partial(self._desk.accept, pending.request, stream))
+        if found is not None:
+            accepted, pending.answer = found
+            pending.request = pending.answer.request
+            self._submit(accepted, pending)
+
+    async def _replay(self, accepted: StreamRequest, pending: Pending, answer: Answer, found: Record) -> None:
+        """Bring an answer to where it is known, and go on as if its client had held it up to there.
+
+        What is known may be another by then, and nothing was made of it yet.
+        """
+        stream = accepted.stream
+        replay = partial(answer.replay, found.ids, found.scores, len(accepted.held))
+        if await self._beside(stream, pending, replay) is not None:
+            pending.answer = answer
+            self._submit(replace(accepted, held=tuple(answer.ids)), pending)
+
+    async def _beside(self, stream: StreamId, pending: Pending, read: Callable[[], T]) -> T | None:
+        """What a thread reads of a request; None if nobody waits for it any more, or is refused by now."""
         found, failure = None, None
         try:
-            found = await self._reading.read(
-                partial(self._desk.accept, pending.request, stream),
-                lambda: stream in self._pending and self._draining is None,
-            )
+            found = await self._reading.read(read, lambda: stream in self._pending and self._draining is None)
         except RequestError as error:
             failure = error
         except Exception:
@@ -336,10 +349,8 @@ class HeadService:
         if failure is not None:
             if self._pending.remove(stream) is not None:
                 self._refuse(pending.route, failure)
-        elif found is not None and stream in self._pending:
-            accepted, pending.answer = found
-            pending.request = pending.answer.request
-            self._submit(accepted, pending)
+            return None
+        return found if stream in self._pending else None
 
     def _submit(self, accepted: StreamRequest, pending: Pending) -> None:
         if (answer := pending.answer) is None or not self._takes_place(accepted.stream, pending):
@@ -357,7 +368,7 @@ class HeadService:
             return
         self.counts.accepted += 1
         pending.positions = len(left.prompt) + left.max_tokens
-        self._ask_places(PLACE_S)
+        self._places.ask_soon()
         self._data.call(lambda: self._conductor.submit(left, self._refused))
 
     def _resume(self, accepted: StreamRequest, pending: Pending, answer: Answer) -> StreamRequest | None:
@@ -371,7 +382,11 @@ class HeadService:
             pending.request.logprobs,
         )
         found = self._recall(accepted, pending, asked)
-        known = 0 if found is None else len(found.scores)
+        unread = 0 if found is None or answer.stopped else len(found.ids) - len(accepted.held)
+        if found is not None and unread > LONG_ANSWER:
+            self._start_replay(accepted, pending, answer, found)
+            return None
+        known = len(answer.scores) if found is None else len(found.scores)
         if asked.logprobs is not None and len(accepted.held) > known:
             raise RequestError(
                 ErrorCode.BAD_REQUEST,
@@ -399,6 +414,13 @@ class HeadService:
             return None
         self._send_piece(accepted.stream, pending)
         return accepted
+
+    def _start_replay(self, accepted: StreamRequest, pending: Pending, answer: Answer, found: Record) -> None:
+        size = found.weight * ID_BYTES
+        if (refusal := self._reading.refusal(size)) is not None:
+            raise _named(refusal, pending.request)
+        pending.answer = None
+        self._reading.start(self._replay(accepted, pending, answer, found), size)
 
     def _takes_place(self, stream: StreamId, pending: Pending) -> bool:
         """Whether a request is the last of its name that came; an earlier one ends, be it this one.
@@ -432,8 +454,7 @@ class HeadService:
         if sampling.temperature:
             sampling = replace(sampling, seed=found.asked.sampling.seed)
             answer.seed = sampling.seed
-        answer.recall(found.scores[:held])
-        answer.take(found.ids[held:], found.scores[held:])
+        answer.replay(found.ids, found.scores, held)
         if found.finish is None:
             # It goes on under the name of who has come back.
             self._kept.forget(found.name)
@@ -545,34 +566,6 @@ class HeadService:
             text = f"the client has not read the last {MAX_PIECES} pieces of the answer: read them faster"
             self._fail(stream, RequestError(ErrorCode.SLOW_CLIENT, text))
             self._drop(stream, text)
-
-    # --- the queue ----------------------------------------------------------------------------------------
-
-    def _ask_places(self, after_s: float) -> None:
-        """Soon ask the scheduler who waits, for those who read as they come."""
-        if self._place_timer is None:
-            self._place_timer = self._loop.call_later(after_s, self._look_at_queue)
-
-    def _look_at_queue(self) -> None:
-        self._place_timer = None
-        self._data.call(lambda: self._conductor.tell_places(self._hear_places))
-
-    def _hear_places(self, waiting: Sequence[StreamId]) -> None:
-        """Called in the data thread."""
-        if waiting:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_places, waiting)
-
-    def _tell_places(self, waiting: Sequence[StreamId]) -> None:
-        """Tell who waits his place, where it has changed and the last word of it was taken."""
-        for place, stream in enumerate(waiting, 1):
-            pending = self._pending.get(stream)
-            if pending is None or not pending.request.stream or pending.cancelled or pending.place == place:
-                continue
-            if not self._outbox.blocked(pending.route):
-                pending.place = place
-                self._send(pending.route, encode(QueueNotice(id=pending.request.id, queued=place)))
-        self._ask_places(PLACES_S)
 
     async def _expire(self) -> None:
         while True:

@@ -15,7 +15,7 @@ READERS: Final = 4
 """Threads that read."""
 
 READING_BYTES: Final = 1 << 27
-"""Of requests that are read, or wait for that, at a time."""
+"""Memory of requests that are read, or wait for that, at a time."""
 
 RETRY_S: Final = 5.0
 """When who was refused for those may try again."""
@@ -38,15 +38,18 @@ class Reading:
         return len(self._tasks)
 
     def refusal(self, size: int) -> RequestError | None:
-        """Why one more request, of so many bytes, can not be read now; None when it can."""
-        before = len(self._tasks)
+        """Why one more request, of so many bytes of memory, can not be read now; None when it can.
+
+        A request that is read already is not before itself.
+        """
+        before = len(self._tasks) - (asyncio.current_task() in self._tasks)
         if before and sum(self._tasks.values()) + size > READING_BYTES:
             text = f"{before} requests are being read already, as much as this node reads: try again later"
             return RequestError(ErrorCode.OVERLOADED, text, retry_after_s=RETRY_S)
         return self._overload(before)
 
     def start(self, reading: Coroutine[None, None, None], size: int) -> None:
-        """Run what reads a request of so many bytes, by `read`, and goes on with it."""
+        """Run what reads a request of so many bytes of memory, by `read`, and goes on with it."""
         task = asyncio.create_task(reading, name="prompt")
         self._tasks[task] = size
         task.add_done_callback(self._tasks.pop)

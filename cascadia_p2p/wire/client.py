@@ -25,6 +25,8 @@ from cascadia_p2p.wire.model import (
     Count,
     JsonObject,
     Message,
+    count_openings,
+    count_values,
     explain,
     json_type,
     parse_object,
@@ -34,12 +36,17 @@ MAX_REQUEST_BYTES: Final = 1 << 23
 """Bytes of a request or of a reply, at most."""
 
 MAX_IDS: Final = 1 << 20
+"""Token ids in a request or a reply, at most."""
+
 MAX_ID_LENGTH: Final = 128
 MAX_STOP_IDS: Final = 64
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
 MAX_MESSAGES: Final = 4096
 MAX_TOOLS: Final = 1024
+MAX_VALUES: Final = 1 << 16
+"""JSON values in a request besides its token ids, at most: each takes as long to read as a line of text."""
+
 MAX_SCORES: Final = 60_000
 """Tokens and alternatives together whose logprobs one reply has room for."""
 
@@ -259,7 +266,9 @@ class ScoredToken(Message):
     logprob: float
 
 
-ScoredTokens = Annotated[tuple[ScoredToken, ...], Strict(False), Field(max_length=MAX_ALTERNATIVES)]
+ScoredTokens = Annotated[
+    tuple[ScoredToken, ...], Strict(False), Field(max_length=MAX_ALTERNATIVES, fail_fast=True)
+]
 
 
 class TokenScore(ScoredToken):
@@ -323,7 +332,7 @@ class GenerateReply(Reply):
 
     text: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False)] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Strict(False), Field(fail_fast=True)] | None = None
     token_ids: TokenIds
     logprobs: TokenScores | None = None
     seed: Seed | None = None
@@ -396,6 +405,9 @@ _REPLIES: Final[tuple[tuple[str, TypeAdapter[ClientReply]], ...]] = (
     ("seq", TypeAdapter(StreamPiece)),
     ("token_ids", TypeAdapter(GenerateReply)),
 )
+_IDS: Final = ("token_ids", "held")
+"""Fields that hold many values, of which each takes little time."""
+
 _PROMPTS: Final = {
     "prompt": "text",
     "token_ids": "a list of token ids",
@@ -411,7 +423,7 @@ def decode_request(data: bytes) -> ClientRequest:
             to echo whenever one can be read.
     """
     try:
-        raw = parse_object(data, MAX_REQUEST_BYTES, "a request")
+        raw = _parse_request(data)
     except WireError as error:
         raise RequestError(ErrorCode.BAD_REQUEST, str(error)) from None
     given = raw.get("id")
@@ -421,6 +433,7 @@ def decode_request(data: bytes) -> ClientRequest:
         shown = f"'{op[:32]}'" if isinstance(op, str) else json_type(op)
         _refuse(f"field 'op' should be one of {', '.join(_REQUESTS)}, and is {shown}", request_id)
     _check_fields(raw, op, request_id)
+    _check_amount(raw, request_id)
     try:
         request = _REQUESTS[op].validate_json(data)
     except ValidationError as error:
@@ -445,6 +458,43 @@ def decode_reply(data: bytes) -> ClientReply:
             except ValidationError as error:
                 raise WireError(f"the reply is not valid: {explain(error)}") from None
     raise WireError("the reply is not valid: it has none of error, cancelled, status, token_ids")
+
+
+def _parse_request(data: bytes) -> dict[str, JsonValue]:
+    """The JSON object that a request is.
+
+    Raises:
+        WireError: it is none, or so many lists and objects that making them would take long.
+    """
+    # Few texts hold so many brackets, even inside of strings.
+    if data.count(b"[") + data.count(b"{") > MAX_VALUES and (found := count_openings(data)) > MAX_VALUES:
+        raise WireError(
+            f"a request holds at most {MAX_VALUES} JSON values besides token ids, and this one holds "
+            f"{found} lists and objects"
+        )
+    return parse_object(data, MAX_REQUEST_BYTES, "a request")
+
+
+def _check_amount(raw: dict[str, JsonValue], request_id: str | None) -> None:
+    """Refuse what would take long to validate, naming the field."""
+    ids, others = 0, 0
+    for field, value in raw.items():
+        if field in _IDS and isinstance(value, list):
+            ids += len(value)
+            if ids > MAX_IDS:
+                _refuse(
+                    f"field '{field}' holds {len(value)} ids, which makes {ids}: at most {MAX_IDS} are taken "
+                    "in a request",
+                    request_id,
+                )
+            continue
+        others += count_values(value, MAX_VALUES - others)
+        if others > MAX_VALUES:
+            _refuse(
+                f"field '{field}' makes this more than {MAX_VALUES} JSON values besides token ids, the most "
+                "that are taken in a request",
+                request_id,
+            )
 
 
 def _check_fields(raw: dict[str, JsonValue], op: str, request_id: str | None) -> None:

@@ -54,7 +54,7 @@ def _checked_promise(promise: Promise) -> Promise:
 
 Promised = Annotated[Promise, AfterValidator(_checked_promise)]
 ShardIndex = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
-Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES)]
+Holding = Annotated[tuple[ShardIndex, ...], Strict(False), Field(max_length=MAX_STAGES, fail_fast=True)]
 Seconds = Annotated[float, Field(ge=0.0, le=1e12)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Rows = Annotated[int, Field(ge=1, le=1 << 16)]
@@ -64,14 +64,14 @@ Pace = Annotated[
         ...,
     ],
     Strict(False),
-    Field(max_length=64),
+    Field(max_length=64, fail_fast=True),
 ]
 Padding = Annotated[str, Field(max_length=1 << 17)]
-Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256)]
+Addresses = Annotated[tuple[Address, ...], Strict(False), Field(max_length=256, fail_fast=True)]
 Samples = Annotated[
     tuple[Annotated[str, Field(pattern=r"^(?:[0-9a-f]{16})?$")], ...],
     Strict(False),
-    Field(max_length=MAX_SOURCES),
+    Field(max_length=MAX_SOURCES, fail_fast=True),
 ]
 
 
@@ -224,7 +224,9 @@ class Form(ControlBase):
 
     type: Literal["form"] = "form"
     epoch: Formation
-    members: Annotated[tuple[Member, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    members: Annotated[
+        tuple[Member, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)
+    ]
     promise: Promised
 
 

@@ -30,15 +30,17 @@ MAX_TOLD: Final = 1 << 16
 ClientKey = Annotated[str, Field(max_length=64, pattern=r"^[\x20-\x7e]*$")]
 """The public key of a client, as ZeroMQ spells it; empty for one that asked in the clear."""
 
-EndIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=1 << 12)]
+EndIds = Annotated[tuple[TokenId, ...], Strict(False), Field(max_length=1 << 12, fail_fast=True)]
 Logprob = Annotated[float, Field(ge=-3.5e38, le=3.5e38)]
 Likeliest = Annotated[
     tuple[Annotated[tuple[TokenId, Logprob], Strict(False)], ...],
     Strict(False),
-    Field(max_length=MAX_ALTERNATIVES),
+    Field(max_length=MAX_ALTERNATIVES, fail_fast=True),
 ]
 Scores = Annotated[
-    tuple[Annotated[tuple[Logprob, Likeliest], Strict(False)], ...], Strict(False), Field(max_length=1 << 16)
+    tuple[Annotated[tuple[Logprob, Likeliest], Strict(False)], ...],
+    Strict(False),
+    Field(max_length=1 << 16, fail_fast=True),
 ]
 Growth: TypeAlias = Annotated[tuple[Count, TokenIds, Scores], Strict(False)]
 """An answer's number, its next ids (those of the prompt first), and what generated ones scored, if asked."""
@@ -92,10 +94,10 @@ class Journal(ControlBase):
     type: Literal["journal"] = "journal"
     session: Count
     number: Count
-    gone: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_TOLD)] = ()
-    begun: Annotated[tuple[Begun, ...], Strict(False), Field(max_length=MAX_TOLD)] = ()
-    grown: Annotated[tuple[Growth, ...], Strict(False), Field(max_length=MAX_TOLD)] = ()
-    ended: Annotated[tuple[End, ...], Strict(False), Field(max_length=MAX_TOLD)] = ()
+    gone: Annotated[tuple[Count, ...], Strict(False), Field(max_length=MAX_TOLD, fail_fast=True)] = ()
+    begun: Annotated[tuple[Begun, ...], Strict(False), Field(max_length=MAX_TOLD, fail_fast=True)] = ()
+    grown: Annotated[tuple[Growth, ...], Strict(False), Field(max_length=MAX_TOLD, fail_fast=True)] = ()
+    ended: Annotated[tuple[End, ...], Strict(False), Field(max_length=MAX_TOLD, fail_fast=True)] = ()
     whole: bool = False
 
 

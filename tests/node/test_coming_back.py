@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import zmq.asyncio
 from test_head_service import DEADLINE_S, END, Ring, door, heard, until, words
 
 from cascadia_p2p.errors import ErrorCode, RequestError
+from cascadia_p2p.node import head as head_module
 from cascadia_p2p.node.answers import Answer, AnswerDesk
 from cascadia_p2p.node.kept import AnswerName, Asked, Record
 from cascadia_p2p.ring.scheduler import Score, StreamRequest, Update
@@ -75,6 +76,142 @@ def dealer(context: zmq.asyncio.Context, endpoint: Endpoint) -> zmq.asyncio.Sock
     return made
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "in a thread"])
+def replayed_in_a_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Answers of which a client lacks this much are replayed beside the event loop."""
+    if request.param:
+        monkeypatch.setattr(head_module, "LONG_ANSWER", 0)
+    return bool(request.param)
+
+
+class Replays:
+    """Those of long answers: none goes on before the test says so."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.go_on = threading.Event()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replays]:
+    made, replay = Replays(), Answer.replay
+
+    def slowly(answer: Answer, ids: list[int], scores: list[Score], held: int) -> Answer:
+        if held < len(ids):
+            made.threads.append(threading.current_thread().name)
+            assert made.go_on.wait(DEADLINE_S)
+        return replay(answer, ids, scores, held)
+
+    monkeypatch.setattr(head_module, "LONG_ANSWER", 0)
+    monkeypatch.setattr(Answer, "replay", slowly)
+    yield made
+    made.go_on.set()
+
+
+def test_the_door_serves_while_a_long_answer_is_replayed(replays: Replays) -> None:
+    async def scenario() -> None:
+        async with door(kept=[record(finish=FinishReason.LENGTH)]) as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, id="long")
+                await until(lambda: bool(replays.threads))
+                await send(socket, id="short", key=None)
+                ring.give(await ring.stream(), [END])
+                _, reply = await rest(socket)
+                assert reply["id"] == "short"
+                replays.go_on.set()
+                pieces, reply = await rest(socket)
+                assert (reply["id"], reply["token_ids"]) == ("long", KNOWN)
+                assert [token for piece in pieces for token in piece["token_ids"]] == KNOWN
+                assert replays.threads[0].startswith("reader")
+                assert len(replays.threads) == 1
+                assert ring.service.counts.accepted == 1, "only the short one was computed"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_what_was_replayed_counts_though_it_is_kept_no_more(replays: Replays, logprobs: int | None) -> None:
+    asked = {} if logprobs is None else {"logprobs": logprobs}
+
+    async def scenario() -> None:
+        async with door(kept=[record(logprobs=logprobs)]) as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, **asked)
+                await until(lambda: bool(replays.threads))
+                ring.service._kept.forget(AnswerName("", KEY))
+                replays.go_on.set()
+                stream = await ring.stream()
+                assert ring.streams[stream].request.held == tuple(KNOWN)
+                assert (await heard(socket))["token_ids"] == KNOWN
+
+    run(scenario())
+
+
+def test_who_asks_again_while_an_answer_is_replayed_gets_it_whole(replays: Replays) -> None:
+    async def scenario() -> None:
+        async with door(kept=[record()]) as (ring, endpoint):
+            with (
+                zmq.asyncio.Context() as context,
+                dealer(context, endpoint) as first,
+                dealer(context, endpoint) as last,
+            ):
+                await send(first, id="first")
+                await until(lambda: len(replays.threads) == 1)
+                await send(last, id="last")
+                await until(lambda: len(replays.threads) == 2)
+                told = await heard(first)
+                assert (told["id"], told["error"]["code"]) == ("first", "cancelled")
+                replays.go_on.set()
+                ring.give(await ring.stream(), [END])
+                pieces, reply = await rest(last)
+                assert [token for piece in pieces for token in piece["token_ids"]] == [*KNOWN, END]
+                assert (reply["id"], reply["token_ids"]) == ("last", [*KNOWN, END])
+                assert not await first.poll(50)
+
+    run(scenario())
+
+
+def test_a_replay_ends_when_it_is_cancelled_or_its_client_goes_and_loses_nothing(replays: Replays) -> None:
+    async def scenario() -> None:
+        async with door(kept=[record()]) as (ring, endpoint):
+            with zmq.asyncio.Context() as context:
+                with dealer(context, endpoint) as socket:
+                    await send(socket, id="a")
+                    await until(lambda: len(replays.threads) == 1)
+                    await socket.send_multipart([b"", b'{"op":"cancel","id":"a"}'])
+                    told = [await heard(socket), await heard(socket)]
+                    assert {each.get("cancelled") or each["error"]["code"] for each in told} == {
+                        True,
+                        "cancelled",
+                    }
+                    await send(socket, id="b")
+                    await until(lambda: len(replays.threads) == 2)
+                await until(lambda: not ring.service.pending)
+                replays.go_on.set()
+                await until(lambda: not ring.service._reading)
+                assert not ring.streams
+                with dealer(context, endpoint) as socket:
+                    await send(socket, id="c")
+                    assert (await heard(socket))["token_ids"] == KNOWN
+
+    run(scenario())
+
+
+def test_a_replay_that_the_head_has_no_room_for_is_refused(replays: Replays) -> None:
+    async def scenario() -> None:
+        async with door(kept=[record()]) as (ring, endpoint):
+            ring.service._reading._overload = lambda _: RequestError(ErrorCode.OVERLOADED, "enough")
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, id="a")
+                told = await heard(socket)
+                assert (told["id"], told["error"]["code"]) == ("a", "overloaded")
+                assert ring.service.pending == 0
+                assert not replays.threads
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("replayed_in_a_thread")
 @pytest.mark.parametrize(
     ("held", "goes_on_behind"),
     [
@@ -108,6 +245,7 @@ def test_the_answer_goes_on_behind_what_both_know(held: list[int], goes_on_behin
     run(scenario())
 
 
+@pytest.mark.usefixtures("replayed_in_a_thread")
 def test_without_a_seed_in_the_request_it_is_the_one_of_before() -> None:
     async def scenario() -> None:
         async with door(kept=[record(sampling=DRAWN)]) as (ring, endpoint):
@@ -126,6 +264,7 @@ def test_without_a_seed_in_the_request_it_is_the_one_of_before() -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("replayed_in_a_thread")
 @pytest.mark.parametrize("held", [[], KNOWN[:3], KNOWN], ids=["nothing", "beginning", "all"])
 def test_logprobs_go_on_as_far_as_they_are_known(held: list[int]) -> None:
     more = [*words("xy"), END]
@@ -165,6 +304,7 @@ def test_what_holds_more_than_the_logprobs_that_are_known_is_refused() -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("replayed_in_a_thread")
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_a_complete_answer_is_sent_again_and_nothing_is_computed(logprobs: int | None) -> None:
     async def scenario() -> None:

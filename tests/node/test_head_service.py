@@ -20,6 +20,7 @@ import zmq.asyncio
 from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.node import head as head_module
+from cascadia_p2p.node import queue_places
 from cascadia_p2p.node.answers import AnswerDesk, ModelFacts
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.head import MAX_PIECES, HeadService
@@ -611,7 +612,7 @@ def test_the_library_tells_what_was_read_and_no_more(monkeypatch: pytest.MonkeyP
 
 
 def test_who_waits_is_told_the_place_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_module, "PLACES_S", 0.05)
+    monkeypatch.setattr(queue_places, "PLACES_S", 0.05)
 
     async def scenario(ring: Ring, endpoint: Endpoint) -> None:
         async with AsyncClient(endpoint) as client:
@@ -626,7 +627,7 @@ def test_who_waits_is_told_the_place_when_it_changes(monkeypatch: pytest.MonkeyP
                 ([stream], [3, 2, 1]),
             ):
                 ring.queue = queue
-                ring.service._ask_places(0.0)
+                ring.service._places.ask_soon(0.0)
                 await until(lambda told=told: len(places) >= len(told))  # type: ignore[misc]
                 await asyncio.sleep(0.15)
                 assert places == told

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -12,13 +14,14 @@ from test_coming_back import dealer, run, send
 from test_head_service import DEADLINE_S, Ring, door, heard, until
 
 from cascadia_p2p.errors import ErrorCode
-from cascadia_p2p.node.answers import Answer, AnswerDesk
+from cascadia_p2p.node import reading as reading_module
+from cascadia_p2p.node.answers import Answer, AnswerDesk, memory_of
 from cascadia_p2p.node.conductor import HeadConductor
 from cascadia_p2p.node.reading import READERS, READING_BYTES, RETRY_S, Reading
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest
 from cascadia_p2p.types import StreamId
-from cascadia_p2p.wire.client import GenerateRequest
+from cascadia_p2p.wire.client import GenerateRequest, decode_request
 
 QUEUE = 6
 
@@ -101,6 +104,61 @@ def test_what_a_prompt_was_read_from_is_not_kept_while_it_is_answered(desk: Desk
                 assert ring.streams[stream].request.held == (2, 3)
 
     run(scenario())
+
+
+def test_a_request_that_is_read_counts_by_the_memory_that_it_takes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = [{"a": [{"b": 1}] * 3000}]
+    text = "x" * len(json.dumps(tools))
+    monkeypatch.setattr(reading_module, "READING_BYTES", 10 * len(text))
+
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                asked = {"token_ids": None, "key": None}
+                chat = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+                await send(socket, **asked, prompt=text, id="first")
+                await send(socket, **asked, **chat, id="objects")
+                await send(socket, **asked, prompt=text, id="as long")
+                told = await heard(socket)
+                assert (told["id"], told["error"]["code"]) == ("objects", "overloaded")
+                await until(lambda: len(desk.read) == 2)
+                assert sorted(map(str, desk.read)) == ["as long", "first"]
+                assert ring.service.pending == 2
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": [*range(300, 200_300)], "held": [*range(300, 100_300)]},
+        {"prompt": "long " * 200_000},
+        {"prompt": "漢" * 200_000},
+        {"messages": [{"role": "user", "content": "x" * 300}] * 3000},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"a": [{}] * 60_000}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"a": [{"name": "b"}] * 30_000}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [["x" * 20]]}}]}
+            ]
+            * 4000
+        },
+    ],
+)
+def test_the_memory_of_a_request_is_told_nearly(fields: dict[str, object]) -> None:
+    data = json.dumps(fields).encode()
+    tracemalloc.start()
+    try:
+        decode_request(data)  # what is made once
+        before, _ = tracemalloc.get_traced_memory()
+        request = decode_request(data)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert isinstance(request, GenerateRequest)
+    assert taken / 2 < memory_of(request) < taken * 2
 
 
 def test_the_bytes_of_what_is_read_are_bounded() -> None:

@@ -6,12 +6,14 @@ import orjson
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import JsonValue, ValidationError
 
 from cascadia_p2p.errors import ErrorCode, RequestError, WireError
 from cascadia_p2p.types import Endpoint, Epoch, Instance, NodeId, Promise
-from cascadia_p2p.wire import PROTOCOL
+from cascadia_p2p.wire import PROTOCOL, control
 from cascadia_p2p.wire import messages as m
-from cascadia_p2p.wire.model import encode_flat
+from cascadia_p2p.wire.client import MAX_REQUEST_BYTES, MAX_VALUES
+from cascadia_p2p.wire.model import count_openings, count_values, encode_flat, explain
 
 NODE = NodeId("00112233445566aa")
 RUN = Instance("ffeeddccbbaa9988")
@@ -173,6 +175,37 @@ def test_control_refusals_name_the_field(data: bytes, words: str) -> None:
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+LISTS = [
+    (3, "holds", []),
+    (3, "pace", []),
+    (0, "peers", []),
+    (0, "sources", []),
+    (6, "members", []),
+    *((17, field, []) for field in ("gone", "begun", "grown", "ended")),
+    (17, "grown", [4, [7]]),
+    (17, "grown", [4, [], [[-0.5]]]),
+    (17, "begun", {"number": 4, "key": "0f" * 16, "prompt": 2, "max_tokens": 3, "stop_ids": [""] * 20}),
+]
+
+
+@pytest.mark.parametrize(("index", "field", "wrong"), LISTS)
+def test_a_list_of_wrong_items_costs_a_few_errors(
+    index: int, field: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error that is made takes as long as many items."""
+    errors = []
+
+    def counted(error: ValidationError) -> str:
+        errors.append(error.error_count())
+        return explain(error)
+
+    monkeypatch.setattr(control, "explain", counted)
+    with pytest.raises(WireError, match=field):
+        m.decode_control(changed(MESSAGES[index], **{field: [wrong] * 50}))
+    assert len(errors) == 1
+    assert errors[0] <= 10
 
 
 @pytest.mark.parametrize(
@@ -398,6 +431,85 @@ def test_a_long_list_of_wrong_ids_costs_one_error() -> None:
     data = b'{"token_ids":[' + b'"",' * 500_000 + b'""]}'
     with pytest.raises(RequestError, match=r"token_ids\[0\]"):
         m.decode_request(data)
+
+
+def asked(tools: bytes, *, calls: bytes = b"{}", text: bytes = b"hi", more: bytes = b"") -> bytes:
+    messages = b'[{"role":"assistant","content":"' + text + b'","tool_calls":[' + calls + b"]}]"
+    return b'{"id":"a","messages":' + messages + b',"tools":[{"a":[' + tools + b"]}]" + more + b"}"
+
+
+def many(value: bytes, count: int) -> bytes:
+    return b",".join([value] * count)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (asked(many(b"[]", MAX_VALUES + 1)), ["65536", "65545 lists and objects"]),
+        (asked(many(b"{}", 2_700_000)), ["65536", "lists and objects"]),
+        (asked(b"", more=b',"x":' + b"[" * 100_000), ["65536", "lists and objects"]),
+        (b'{"id":"a","messages":[' + many(b"{}", 300_000) + b"]}", ["65536", "300002 lists and objects"]),
+        (asked(many(b"1", 4_000_000)), ["'tools'", "65536"]),
+        (asked(many(b'""', MAX_VALUES)), ["'tools'", "65536"]),
+        (asked(b"", calls=b'{"a":[' + many(b"0.5", MAX_VALUES) + b"]}"), ["'messages'", "65536"]),
+        (
+            asked(many(b"1", MAX_VALUES // 2), calls=b'{"a":[' + many(b"1", MAX_VALUES // 2) + b"]}"),
+            ["'tools'", "65536"],
+        ),
+        (asked(b"", more=b',"stop":[' + many(b'"a"', MAX_VALUES) + b"]"), ["'stop'", "65536"]),
+        (b'{"id":"a","token_ids":[' + many(b"1", 4_000_000) + b"]}", ["'token_ids'", "4000000", "1048576"]),
+        (
+            b'{"id":"a","token_ids":[' + many(b"1", 1 << 20) + b'],"held":[2]}',
+            ["'held'", "1 ids", "1048577", "1048576"],
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, list) else f"{len(value)} bytes",
+)
+def test_what_would_take_long_to_read_is_refused_in_words(data: bytes, words: list[str]) -> None:
+    assert len(data) <= MAX_REQUEST_BYTES
+    with pytest.raises(RequestError) as caught:
+        m.decode_request(data)
+    assert caught.value.code is ErrorCode.BAD_REQUEST
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        asked(many(b"[]", 60_000)),
+        asked(many(b'{"type":"string"}', 30_000)),
+        asked(b"1", text=rb"[{\"\\" * 200_000),
+        b'{"token_ids":[' + many(b"1", 1 << 19) + b'],"held":[' + many(b"1", 1 << 19) + b"]}",
+    ],
+    ids=["lists", "objects", "brackets in text", "ids"],
+)
+def test_what_is_far_beyond_any_use_is_still_read(data: bytes) -> None:
+    assert isinstance(m.decode_request(data), m.GenerateRequest)
+
+
+def values_of(value: object) -> list[object]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [value, *(each for one in inner for each in values_of(one))]
+
+
+bracketed = st.text(alphabet='[]{}"\\a,é', max_size=8)
+
+
+@given(
+    st.recursive(
+        st.none() | bracketed,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(bracketed, inner, max_size=3),
+        max_leaves=20,
+    ),
+    st.integers(0, 30),
+)
+def test_values_are_counted_as_they_are(value: JsonValue, most: int) -> None:
+    values = values_of(value)
+    lists = sum(isinstance(each, dict | list) for each in values)
+    assert count_openings(orjson.dumps(value)) == lists
+    assert count_openings(json.dumps(value).encode()) == lists
+    assert min(count_values(value, most), most + 1) == min(len(values), most + 1)
 
 
 @given(st.binary(max_size=200) | json_bytes)
