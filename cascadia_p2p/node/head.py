@@ -435,7 +435,7 @@ class HeadService:
             self._break_off(replaced)
             self.counts.cancelled += 1
             asker = self._pending.get(last)
-            if asker is None or asker.route != replaced.route:
+            if asker is None or (asker.route, asker.request.id) != (replaced.route, replaced.request.id):
                 error = _named(RequestError(ErrorCode.CANCELLED, _ASKED_AGAIN), replaced.request)
                 self._send(replaced.route, encode(ErrorReply.of(error)))
         return last == stream

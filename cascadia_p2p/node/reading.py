@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -16,6 +17,9 @@ READERS: Final = 4
 
 READING_BYTES: Final = 1 << 27
 """Memory of requests that are read, or wait for that, at a time."""
+
+LARGE_BYTES: Final = 1 << 20
+"""Of a request, above which they are read one at a time: a tokenizer takes fifty times as much meanwhile."""
 
 RETRY_S: Final = 5.0
 """When who was refused for those may try again."""
@@ -32,6 +36,7 @@ class Reading:
         self._overload = overload
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._turns = asyncio.Semaphore(READERS)
+        self._large = asyncio.Lock()
         self._tasks: dict[asyncio.Task[None], int] = {}
 
     def __len__(self) -> int:
@@ -56,7 +61,9 @@ class Reading:
 
     async def read(self, read: Callable[[], T], wanted: Callable[[], bool]) -> T | None:
         """What `read` gives, in a thread; None if that is not `wanted` any more when its turn comes."""
-        async with self._turns:
+        task = asyncio.current_task()
+        large = task is not None and self._tasks.get(task, 0) > LARGE_BYTES
+        async with self._large if large else contextlib.nullcontext(), self._turns:
             if not wanted():
                 return None
             return await asyncio.get_running_loop().run_in_executor(self._threads, read)

@@ -485,6 +485,22 @@ def test_who_is_head_again_gives_no_number_twice() -> None:
     run(scenario())
 
 
+def test_of_two_ids_with_one_key_on_one_connection_each_is_answered() -> None:
+    async def scenario() -> None:
+        async with door() as (ring, endpoint):
+            with zmq.asyncio.Context() as context, dealer(context, endpoint) as socket:
+                await send(socket, id="first")
+                first = await ring.stream()
+                await send(socket, id="last")
+                told = await heard(socket)
+                assert (told["id"], told["error"]["code"]) == ("first", "cancelled")
+                await until(lambda: first not in ring.streams)
+                ring.give(await ring.stream(), [END])
+                assert (await rest(socket))[1]["id"] == "last"
+
+    run(scenario())
+
+
 def test_who_asked_last_gets_the_answer_though_an_earlier_request_is_read_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

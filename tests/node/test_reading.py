@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq.asyncio
@@ -17,7 +17,7 @@ from cascadia_p2p.errors import ErrorCode
 from cascadia_p2p.node import reading as reading_module
 from cascadia_p2p.node.answers import Answer, AnswerDesk, memory_of
 from cascadia_p2p.node.conductor import HeadConductor
-from cascadia_p2p.node.reading import READERS, READING_BYTES, RETRY_S, Reading
+from cascadia_p2p.node.reading import LARGE_BYTES, READERS, READING_BYTES, RETRY_S, Reading
 from cascadia_p2p.ring.policy import Policy
 from cascadia_p2p.ring.scheduler import Scheduler, StreamRequest
 from cascadia_p2p.types import StreamId
@@ -180,3 +180,32 @@ def test_the_bytes_of_what_is_read_are_bounded() -> None:
         await reading.close()
 
     run(scenario())
+
+
+def test_large_requests_are_read_one_at_a_time_and_small_ones_beside_them() -> None:
+    async def scenario() -> None:
+        reading = Reading(lambda _: None)
+        go_on, at_once, most, done = threading.Event(), 0, 0, list[str]()
+
+        def slowly() -> bool:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            assert go_on.wait(DEADLINE_S)
+            at_once -= 1
+            return True
+
+        async def read(name: str, work: Callable[[], bool]) -> None:
+            assert await reading.read(work, lambda: True)
+            done.append(name)
+
+        for number in range(READERS + 1):
+            reading.start(read(f"large {number}", slowly), LARGE_BYTES + 1)
+        reading.start(read("small", lambda: True), LARGE_BYTES)
+        await until(lambda: done == ["small"])
+        go_on.set()
+        await until(lambda: len(done) == READERS + 2)
+        assert most == 1
+        await reading.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
