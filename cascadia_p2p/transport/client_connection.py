@@ -34,9 +34,7 @@ from cascadia_p2p.types import Endpoint
 CONNECT_TIMEOUT_S: Final = 3.0
 HEARTBEAT_MS: Final = 500
 HEARTBEAT_TIMEOUT_MS: Final = 3000
-MAX_REPLY_PART: Final = 1 << 28
-"""Bytes: an answer with `logprobs` may take a few kilobytes a token."""
-
+MAX_REPLY_PART: Final = 1 << 23
 TAG_BYTES: Final = 8
 WAIT_S: Final = 0.2
 """Longest single wait: a Ctrl-C just before one is noticed only behind it."""
