@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Final, TypeAlias
 import zmq
 
 from cascadia_p2p.transport.curve import Domain, failed_handshake
-from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent
+from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, connection_of
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
 from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
@@ -140,6 +141,8 @@ class ClientServer:
         self._surplus: set[int] = set()
         self._ended: dict[int, bool] = {}
         self._guarded: set[tuple[str, int]] = set()
+        self._locked: set[int] = set()
+        """Descriptors whose last connection was to a guarded address."""
         self._keys: dict[int, bytes] = {}
         self._serial = 0
         self._waiting: deque[ClientEvent] = deque()
@@ -235,6 +238,9 @@ class ClientServer:
             self._keys.pop(event.value, None)
             if event.event == zmq.Event.ACCEPTED:
                 self._end(event)
+                self._locked.discard(event.value)
+                if self._is_guarded(event.value):
+                    self._locked.add(event.value)
                 self.meter.opened(event.value, time.monotonic())
                 self._ended.pop(event.value, None)
                 self._open[event.value] = self._next()
@@ -265,6 +271,15 @@ class ClientServer:
         if descriptor is not None and hang_up(descriptor, lambda at: (_host(at[0]), at[1]) in self._guarded):
             self.expelled += 1
 
+    def _is_guarded(self, descriptor: int) -> bool:
+        if not self._guarded:
+            return False
+        with connection_of(descriptor) as made, contextlib.suppress(OSError):
+            if made is not None:
+                host, port = made.getsockname()[:2]
+                return (_host(host), port) in self._guarded
+        return False
+
     def _is_client(self, at: tuple[str, int]) -> bool:
         return any(endpoint.port == at[1] for endpoint in self.endpoints)
 
@@ -274,7 +289,9 @@ class ClientServer:
 
     def _accept(self, parts: list[zmq.Frame]) -> None:
         """Queue what a message is, and behind it the end of its connection if that came first."""
-        descriptor, key = source_of(parts[-1]), _key(parts[-1])
+        descriptor = source_of(parts[-1])
+        # In the clear a client may name any key as its own.
+        key = _key(parts[-1]) if descriptor in self._locked else None
         self.meter.took(descriptor, sum(map(len, parts)), len(parts))
         if key is not None and not self._admitted(key):
             if descriptor in self._open:
@@ -304,7 +321,7 @@ def _key(part: zmq.Frame) -> bytes | None:
     """The key that was admitted on a part's connection; None on one in the clear."""
     try:
         return str(part.get("User-Id")).encode()
-    except zmq.ZMQError:
+    except (zmq.ZMQError, UnicodeError):
         return None
 
 
@@ -337,5 +354,5 @@ def _peer_type(part: zmq.Frame) -> str:
     """The kind of the socket at the other end of the connection, as it said itself; may be empty."""
     try:
         return str(part.get("Socket-Type"))
-    except zmq.ZMQError:
+    except (zmq.ZMQError, UnicodeError):
         return ""

@@ -151,7 +151,7 @@ def _host(part: zmq.Frame) -> str:
     """Where a part came from, as ZeroMQ noted it when the connection was made."""
     try:
         return str(part.get("Peer-Address"))
-    except zmq.ZMQError:
+    except (zmq.ZMQError, UnicodeError):
         return ""
 
 

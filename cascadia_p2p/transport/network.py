@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -34,6 +37,17 @@ NOTHING: Final = 1 << 13
 """Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
 
 
+def _draw_names() -> None:
+    """Let the names that ROUTER sockets give to peers begin where nobody can guess.
+
+    They count up from a number of C's `rand`, which always begins with the same one. A peer may call itself
+    by such a name, and ZeroMQ ends the process when it would give it to the next one.
+    """
+    # Where there is no such library, as on Windows, the names stay as they are.
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), sys.byteorder))
+
+
 class Network:
     """A ZeroMQ context and the sockets made from it; close it in the thread that made it.
 
@@ -44,6 +58,7 @@ class Network:
     """
 
     def __init__(self, keys: Keys | None = None) -> None:
+        _draw_names()
         self.context = zmq.Context(io_threads=1)
         self.context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self.keys = keys

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -676,6 +678,58 @@ def test_a_request_that_no_head_takes_is_refused_before_it_is_sent(head: Head) -
         with pytest.raises(RequestError, match="shorten it"):
             connection.request(large, DEADLINE_S)
         assert connection.request(large[1:4], DEADLINE_S) == b"re: xxx"
+
+
+@pytest.mark.parametrize("name", [b"forged", b"\xff\xfe"])
+def test_in_the_clear_nobody_can_pose_as_the_owner_of_a_key(name: bytes) -> None:
+    """The names of metadata are the peer's own, and so are their values."""
+
+    def frame(body: bytes, flags: int = 0) -> bytes:
+        return bytes([flags, len(body)]) + body
+
+    def named(key: bytes, value: bytes) -> bytes:
+        return bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+
+    async def scenario(network: Network) -> None:
+        server = ClientServer(network)
+        endpoint = server.bind("127.0.0.1", 0)
+        with socket.create_connection((endpoint.host, endpoint.port)) as made:
+            made.sendall(b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48))
+            ready = b"\5READY" + named(b"Socket-Type", b"DEALER") + named(b"User-Id", name)
+            made.settimeout(DEADLINE_S)
+            greeting = b""
+            while len(greeting) < 64:
+                greeting += made.recv(64 - len(greeting))
+            made.sendall(frame(ready, 4))
+            assert b"READY" in made.recv(1000)
+            made.sendall(frame(b"", 1) + frame(b"question"))
+            event = await server.receive()
+            assert isinstance(event, ClientCall)
+            assert (event.data, event.client) == (b"question", "")
+        server.close()
+
+    run(scenario)
+
+
+def test_nobody_can_guess_the_name_that_a_client_gets() -> None:
+    """ZeroMQ ends the process where a peer has taken the next one for its own."""
+    program = (
+        "import zmq\n"
+        "from cascadia_p2p.transport.network import Network\n"
+        "with Network() as network:\n"
+        "    made = network.socket(zmq.ROUTER, linger_ms=0, max_part=100)\n"
+        "    port = made.bind_to_random_port('tcp://127.0.0.1')\n"
+        "    peer = network.socket(zmq.DEALER, linger_ms=0, max_part=100)\n"
+        "    peer.setsockopt(zmq.IMMEDIATE, 0)\n"
+        "    peer.connect(f'tcp://127.0.0.1:{port}')\n"
+        "    peer.send(b'x')\n"
+        "    print(made.recv_multipart()[0].hex())\n"
+    )
+    names = {
+        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60).stdout
+        for _ in range(2)
+    }
+    assert len(names) == 2
 
 
 def test_a_connection_is_ended_by_its_number() -> None:

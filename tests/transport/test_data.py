@@ -124,9 +124,11 @@ def test_a_frame_that_lost_its_connection_between_its_parts_was_not_taken(networ
         def send(self, *args: Any, **more: Any) -> None:
             self.push.send(*args, **more)
             receiver.close()
-            time.sleep(0.3)
+            assert events.poll(int(1000 * DEADLINE_S))
+            time.sleep(1.0)
 
     push = sender._push
+    events = watch(push, zmq.EVENT_DISCONNECTED)
     sender._push = Cut(push)  # type: ignore[assignment]
     assert not sender.send(b"second", rows(1, 8))
     sender._push = push
@@ -134,6 +136,8 @@ def test_a_frame_that_lost_its_connection_between_its_parts_was_not_taken(networ
     send(sender, b"third", rows(1, 8))
     assert receive(again) == b"third"
     assert again.more
+    unwatch(push)
+    events.close()
     sender.close()
     again.close()
 
