@@ -16,9 +16,9 @@ from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
 from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
 from cascadia_p2p.types import Endpoint
+from cascadia_p2p.wire.client import MAX_REQUEST_BYTES
 
 LINGER_MS: Final = 1000
-MAX_REQUEST_PART: Final = 1 << 23
 MAX_ENVELOPE_PARTS: Final = 8
 MAX_ENVELOPE_BYTES: Final = 512
 REPLIES_IN_SOCKET: Final = 256
@@ -111,7 +111,7 @@ class ClientServer:
     def __init__(self, network: Network, limit: int | None = None) -> None:
         descriptors = allow_many_descriptors()
         self.limit = max(1, descriptors - OTHER_DESCRIPTORS - SURPLUS) if limit is None else limit
-        made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_PART)
+        made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_BYTES)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
             made.setsockopt(zmq.SNDHWM, REPLIES_IN_SOCKET)

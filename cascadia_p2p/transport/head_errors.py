@@ -13,11 +13,11 @@ from cascadia_p2p.errors import (
     RequestError,
     UnreachableError,
 )
-from cascadia_p2p.transport.client_server import MAX_REQUEST_PART
 from cascadia_p2p.transport.curve import Knock
 from cascadia_p2p.transport.looping import SocketEvent
 from cascadia_p2p.transport.naming import locate
 from cascadia_p2p.types import Endpoint
+from cascadia_p2p.wire.client import MAX_REQUEST_BYTES
 
 
 def require_fits(data: bytes) -> None:
@@ -26,8 +26,8 @@ def require_fits(data: bytes) -> None:
     Raises:
         RequestError: it would end the connection instead, which looks like its loss.
     """
-    if len(data) > MAX_REQUEST_PART:
-        text = f"the request is {len(data):,} bytes, and a head takes {MAX_REQUEST_PART:,}: shorten it"
+    if len(data) > MAX_REQUEST_BYTES:
+        text = f"the request is {len(data):,} bytes, and a head takes {MAX_REQUEST_BYTES:,}: shorten it"
         raise RequestError(ErrorCode.BAD_REQUEST, text)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -22,6 +24,15 @@ from cascadia_p2p.wire.messages import StatusQuery, encode
 NODE = NodeId("ab" * 8)
 OLD, NEW = Instance("01" * 8), Instance("02" * 8)
 DEADLINE_S = 10.0
+
+
+def run(scenario: Callable[[Network], Coroutine[Any, Any, None]], limit_s: float = DEADLINE_S) -> None:
+    async def bounded() -> None:
+        with Network() as network:
+            async with asyncio.timeout(limit_s):
+                await scenario(network)
+
+    asyncio.run(bounded())
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["has_ended", "listens"])
@@ -72,12 +83,7 @@ def test_a_later_instance_that_was_not_dialled_yet_is_lost_when_its_port_refuses
         dialer.close()
         await plane.close()
 
-    async def bounded() -> None:
-        with Network() as network:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(network)
-
-    asyncio.run(bounded())
+    run(scenario)
 
 
 def test_who_answers_and_never_as_a_node_is_let_be() -> None:
@@ -102,12 +108,7 @@ def test_who_answers_and_never_as_a_node_is_let_be() -> None:
         await plane.close()
         clients.close()
 
-    async def bounded() -> None:
-        with Network() as network:
-            async with asyncio.timeout(DEADLINE_S + MAX_UNREAD * GREET_AGAIN_S):
-                await scenario(network)
-
-    asyncio.run(bounded())
+    run(scenario, DEADLINE_S + MAX_UNREAD * GREET_AGAIN_S)
 
 
 @pytest.mark.parametrize("lasting", [False, True])
@@ -139,12 +140,7 @@ def test_who_sends_what_no_node_sends_is_let_be(lasting: bool) -> None:
         stranger.close()
         assert all(task.cancelled() or task.exception() is None for task in ended)
 
-    async def bounded() -> None:
-        with Network() as network:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(network)
-
-    asyncio.run(bounded())
+    run(scenario)
 
 
 def test_an_address_that_can_not_be_dialled_is_forgotten_and_others_are_still_dialled() -> None:
@@ -170,13 +166,8 @@ def test_an_address_that_can_not_be_dialled_is_forgotten_and_others_are_still_di
             peer.close()
         await plane.close()
 
-    async def bounded() -> None:
-        with Network() as network:
-            async with asyncio.timeout(DEADLINE_S):
-                await scenario(network)
-
     with structlog.testing.capture_logs() as said:
-        asyncio.run(bounded())
+        run(scenario)
     assert len(ended) >= 6
     refused = [line for line in said if line["event"] == "not_dialled"]
     assert len(refused) == 6

@@ -18,7 +18,6 @@ from cascadia_p2p.errors import ErrorCode, HeadLostError, RequestError, Unreacha
 from cascadia_p2p.transport import client_server, looping
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.client_server import (
-    MAX_REQUEST_PART,
     ClientCall,
     ClientFault,
     ClientGone,
@@ -28,6 +27,7 @@ from cascadia_p2p.transport.client_server import (
 from cascadia_p2p.transport.looping import SKIPPED_PARTS, Delivery
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
+from cascadia_p2p.wire.client import MAX_REQUEST_BYTES
 
 DEADLINE_S = 15.0
 
@@ -664,7 +664,7 @@ def test_one_client_too_many_is_served_as_soon_as_another_has_left() -> None:
 
 
 def test_a_request_that_no_head_takes_is_refused_before_it_is_sent(head: Head) -> None:
-    large = b"x" * (MAX_REQUEST_PART + 1)
+    large = b"x" * (MAX_REQUEST_BYTES + 1)
 
     async def scenario() -> None:
         async with AsyncClientConnection(head.endpoint) as connection:
