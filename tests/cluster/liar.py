@@ -53,12 +53,20 @@ TOKENS: dict[str, Callable[[bytearray, Any], Message]] = {
 }
 
 
+def _told(file: Path) -> list[str]:
+    """What the file says now; nothing, where its writer has just taken it away."""
+    try:
+        return file.read_text().split()
+    except FileNotFoundError:
+        return []
+
+
 def install(file: Path) -> None:
     """Let every message go past the file."""
     honest = DataSender.send
 
     def send(self: DataSender, header: bytes | bytearray, payload: Any) -> bool:
-        words = file.read_text().split() if file.exists() else []
+        words = _told(file)
         lies = TOKENS if header[6] == FrameKind.TOKENS else ACTIVATIONS
         segments, _, records = struct.unpack_from("<III", header, COUNTS_AT)
         if not words or words[0] not in lies or not (segments or records):
@@ -67,7 +75,7 @@ def install(file: Path) -> None:
         if not honest(self, told, lied):
             return False
         if "once" in words:
-            file.unlink()
+            file.unlink(missing_ok=True)
         return True
 
     DataSender.send = send  # type: ignore[method-assign]
