@@ -202,7 +202,10 @@ def _refused_words(body: dict[str, JsonValue]) -> list[str]:
         tables.append(("door", {name: door.get(name) for name in ("turned_away", "rejected_lists")}))
     ports = body.get("ports")
     if isinstance(ports, dict):
-        tables += [(f"{port} port", counts) for port, counts in ports.items()]
+        tables += [
+            ("dialled nodes" if port == "dialled" else f"{port} port", counts)
+            for port, counts in ports.items()
+        ]
     tables.append(("mDNS", body.get("mdns")))
     found = []
     for title, counts in tables:

@@ -162,6 +162,8 @@ class DataThread:
             self._commands.popleft()()
         if self._stopping:
             return
+        if self._sender is not None:
+            self._sender.look()
         seat = self._seat
         try:
             if seat is None or not seat.head or not self._open:

@@ -127,7 +127,7 @@ class Node:
         listener = places.metrics
         self._scrapes = None if listener is None else MetricsServer(listener, MetricsText(self.measure).text)
         self._statuses = StatusDesk(self.status)
-        self._refusals = Refusals(places.control, places.receiver, self._scrapes)
+        self._refusals = Refusals(places.control, places.receiver, places.network.dialled, self._scrapes)
         self._tasks: list[asyncio.Task[None]] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._announced: Announcement | None = None

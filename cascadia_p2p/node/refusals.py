@@ -10,6 +10,7 @@ from cascadia_p2p.transport.client_server import ClientServer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.curve import Knock
 from cascadia_p2p.transport.data import DataReceiver
+from cascadia_p2p.transport.dialled import Dialled
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,20 @@ class Refusals:
     Args:
         control: takes nodes.
         receiver: takes frames, in another thread.
+        dialled: the connections to other nodes' ports.
         scrapes: takes scrapers, if there are any.
     """
 
-    def __init__(self, control: ControlServer, receiver: DataReceiver, scrapes: MetricsServer | None) -> None:
+    def __init__(
+        self,
+        control: ControlServer,
+        receiver: DataReceiver,
+        dialled: Dialled,
+        scrapes: MetricsServer | None,
+    ) -> None:
         self._control = control
         self._receiver = receiver
+        self._dialled = dialled
         self._watch = receiver.watch()
         self._scrapes = scrapes
 
@@ -51,6 +60,7 @@ class Refusals:
         """Take what has happened, and end connections that send too much."""
         self._control.look()
         self._watch.look()
+        self._dialled.look()
         if clients is not None:
             clients.look()
 
@@ -61,6 +71,7 @@ class Refusals:
         found = {
             "control": PortCounts(_named(control.failed), control.meter.cut, malformed),
             "data": PortCounts(_named(self._watch.failed), self._receiver.meter.cut),
+            "dialled": PortCounts(overfull=self._dialled.meter.cut),
         }
         if clients is not None:
             others = {"malformed": clients.faults, "expelled": clients.expelled}

@@ -14,7 +14,7 @@ from cascadia_p2p.transport.curve import Domain, failed_handshake
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, connection_of
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
-from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
+from cascadia_p2p.transport.ports import EVENTS, no_knocks
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import MAX_REQUEST_BYTES
 
@@ -136,7 +136,6 @@ class ClientServer:
         """Handshakes that came to nothing, by why."""
         self.meter = Meter(WAITING_BYTES)
         """Of its connections."""
-        self._due = 0.0
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()
         self._ended: dict[int, bool] = {}
@@ -216,7 +215,7 @@ class ClientServer:
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
-        self._due = cut_overfull(self.meter, self._due, {endpoint.port for endpoint in self.endpoints})
+        self.meter.end_overfull(lambda descriptor: hang_up(descriptor, self._is_client))
 
     def reply(self, route: Route, data: bytes) -> Delivery:
         """Send to a client without waiting; FULL means that it does not take what it got before."""

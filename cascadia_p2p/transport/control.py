@@ -18,7 +18,7 @@ from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.naming import open_plain
 from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
-from cascadia_p2p.transport.ports import EVENTS, cut_overfull, no_knocks
+from cascadia_p2p.transport.ports import EVENTS, no_knocks
 from cascadia_p2p.types import Endpoint
 
 LINGER_MS: Final = 1000
@@ -82,7 +82,6 @@ class ControlServer:
         """Handshakes that came to nothing, by why."""
         self.meter = Meter(WAITING_BYTES)
         """Of its connections."""
-        self._due = 0.0
 
     @property
     def deaf(self) -> bool:
@@ -130,11 +129,14 @@ class ControlServer:
     def _end_source(self, part: zmq.Frame) -> None:
         """End the connection that a part came over."""
         if (descriptor := source_of(part)) is not None:
-            hang_up(descriptor, lambda at: at[1] == self.endpoint.port)
+            self._hang_up(descriptor)
+
+    def _hang_up(self, descriptor: int) -> bool:
+        return hang_up(descriptor, lambda at: at[1] == self.endpoint.port)
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
-        self._due = cut_overfull(self.meter, self._due, {self.endpoint.port})
+        self.meter.end_overfull(self._hang_up)
 
     def reply(self, identity: bytes, data: bytes) -> Delivery:
         """Send to the peer with this identity, without waiting."""
@@ -183,7 +185,8 @@ class Dial(Enum):
 
 
 _EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -208,6 +211,8 @@ class ControlDialer:
         self.connected = False
         self._keyed = network.keys is not None
         self._greetings = network.greetings
+        self._dialled = network.dialled
+        self._descriptor: int | None = None
         self._shaken = False
         made = network.socket(zmq.DEALER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
         with contextlib.ExitStack() as undone:
@@ -234,6 +239,7 @@ class ControlDialer:
                 if (dial := await self._dial(event)) is not None:
                     return dial
             if (part := self._socket.take_one()) is not None:
+                self._dialled.meter.took(self._descriptor, len(part))
                 if not part.more:
                     return part.bytes
                 self.close(0)
@@ -246,6 +252,8 @@ class ControlDialer:
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Hang up; what is queued still has `linger_ms` to leave."""
+        self._dialled.closed(self._descriptor)
+        self._descriptor = None
         self._signal.close()
         self._monitor.close()
         self._socket.close(linger_ms)
@@ -253,11 +261,17 @@ class ControlDialer:
     async def _dial(self, happened: SocketEvent) -> Dial | None:
         """What an event of ZeroMQ means for the peer."""
         match happened.event:
+            case zmq.Event.CONNECTED:
+                self._descriptor = happened.value
+                self._dialled.opened(happened.value, self.endpoint.port)
+                return None
             case zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._shaken = True
                 self._signal.set()
                 return None
             case zmq.Event.DISCONNECTED:
+                self._dialled.closed(happened.value)
+                self._descriptor = None
                 was, self.connected, self._shaken = self.connected, False, False
                 return Dial.DISCONNECTED if was else None
             case zmq.Event.CLOSED:

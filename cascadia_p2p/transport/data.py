@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy.typing as npt
 import zmq
 
 from cascadia_p2p.transport.curve import Domain
-from cascadia_p2p.transport.meter import Meter, hang_up, source_of
+from cascadia_p2p.transport.looping import parse_event, unwatch, watch
+from cascadia_p2p.transport.meter import LOOK_S, Meter, hang_up, source_of
 from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
 from cascadia_p2p.transport.ports import PortWatch
 from cascadia_p2p.types import Endpoint
@@ -147,9 +149,16 @@ class DataReceiver:
 
 
 class DataSender:
-    """A PUSH socket, connected once to one receiver; each epoch takes a new one."""
+    """A PUSH socket, connected once to one receiver; each epoch takes a new one.
+
+    What a receiver sends back is never read: `Network.dialled` ends a connection over which too much comes.
+    """
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
+        self._dialled = network.dialled
+        self._port = endpoint.port
+        self._descriptor: int | None = None
+        self._due = 0.0
         self._push = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)
         self._push.copy_threshold = COPY_THRESHOLD
         self._push.setsockopt(zmq.SNDTIMEO, SEND_MS)
@@ -160,9 +169,10 @@ class DataSender:
         self._push.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
         try:
             network.present(self._push)
+            self._events = watch(self._push, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
             connect(self._push, endpoint)
         except BaseException:
-            self._push.close(linger=0)
+            self.close()
             raise
 
     def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
@@ -190,10 +200,32 @@ class DataSender:
     def wait(self, timeout_ms: int) -> None:
         """Return when a `send` may work again, or after the timeout."""
         self._push.poll(timeout_ms, zmq.POLLOUT)
+        self.look()
+
+    def look(self) -> None:
+        """Follow the connection; to be called often, which costs little."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + LOOK_S
+        while self._events.poll(0):
+            event = parse_event(self._events.recv_multipart())
+            if event.event is zmq.Event.CONNECTED:
+                self._descriptor = event.value
+                self._dialled.opened(event.value, self._port)
+            else:
+                self._forget()
 
     def close(self) -> None:
         """Disconnect and drop what has not been sent."""
+        self._forget()
+        unwatch(self._push)
+        self._events.close(linger=0)
         self._push.close(linger=0)
+
+    def _forget(self) -> None:
+        self._dialled.closed(self._descriptor)
+        self._descriptor = None
 
 
 class DataTransport:

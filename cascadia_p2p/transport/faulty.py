@@ -116,6 +116,10 @@ class FaultySender:
         """As the wrapped sender."""
         self._inner.wait(timeout_ms)
 
+    def look(self) -> None:
+        """As the wrapped sender."""
+        self._inner.look()
+
     def close(self) -> None:
         """As the wrapped sender; a held message is lost."""
         self._inner.close()

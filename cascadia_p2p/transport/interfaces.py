@@ -58,6 +58,10 @@ class FrameSender(Protocol):
         """Return when a `send` may work again, or after the timeout."""
         ...
 
+    def look(self) -> None:
+        """Follow the connection; to be called often, which costs little."""
+        ...
+
     def close(self) -> None:
         """Disconnect and drop what has not been sent."""
         ...

@@ -147,6 +147,9 @@ class MemorySender:
         """Let a little time pass, at most the timeout."""
         self._closed.wait(min(timeout_ms, 1) / 1000)
 
+    def look(self) -> None:
+        """There is no connection to follow."""
+
     def close(self) -> None:
         """Send nothing more."""
         self._closed.set()

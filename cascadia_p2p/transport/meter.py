@@ -9,9 +9,10 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import zmq
 
@@ -22,6 +23,12 @@ PART_BYTES: Final = 80
 
 IDLE_BYTES_S: Final = 1024
 """Of ZeroMQ's own heartbeats, a second."""
+
+LOOK_S: Final = 0.25
+"""Between two looks at what waits, at least."""
+
+LOOK_SHARE: Final = 20.0
+"""Times what a look took, until the next."""
 
 _TCP_INFO: Final = 11
 _RECEIVED_AT: Final = 128
@@ -59,6 +66,7 @@ class Meter:
         """Connections that were ended for what they did not finish."""
         self._came = came or bytes_came
         self._flows: dict[int, _Flow] = {}
+        self._due = 0.0
 
     def __len__(self) -> int:
         return len(self._flows)
@@ -94,6 +102,20 @@ class Meter:
                 found.append(descriptor)
         return found
 
+    def end_overfull(self, end: Callable[[int], bool]) -> None:
+        """End the connections of which more waits than may, if a look is due; to be called often.
+
+        Args:
+            end: ends the connection with a descriptor, and tells whether it did.
+        """
+        now = time.monotonic()
+        if now < self._due:
+            return
+        for descriptor in self.overfull(now):
+            self.cut += end(descriptor)
+        # Thousands of connections take a while to look at.
+        self._due = now + max(LOOK_S, LOOK_SHARE * (time.monotonic() - now))
+
 
 def source_of(part: zmq.Frame) -> int | None:
     """The descriptor that a part came over; None for what came from this process.
@@ -118,16 +140,21 @@ def bytes_came(descriptor: int) -> int | None:
     return _SIZE.unpack_from(info, _RECEIVED_AT)[0] if len(info) >= _RECEIVED_AT + _SIZE.size else None
 
 
-def hang_up(descriptor: int, ours: Callable[[tuple[str, int]], bool]) -> bool:
+def hang_up(
+    descriptor: int,
+    ours: Callable[[tuple[str, int]], bool],
+    end: Callable[[socket.socket], Any] = socket.socket.getsockname,
+) -> bool:
     """End a connection that ZeroMQ itself offers no way to end: it then finds its peer gone.
 
     Args:
         descriptor: of the connection, or of something else by now.
-        ours: tells by the local address whether it is still that connection.
+        ours: tells by an address whether it is still that connection.
+        end: which end's address that is: this one's, or the other's.
     """
     with connection_of(descriptor) as made:
         try:
-            if made is None or not ours(made.getsockname()[:2]):
+            if made is None or not ours(end(made)[:2]):
                 return False
             made.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -18,6 +18,7 @@ import zmq
 
 from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.transport.curve import Authenticator, Domain, Keys, close_door, present
+from cascadia_p2p.transport.dialled import Dialled
 from cascadia_p2p.transport.greeting import Greetings
 from cascadia_p2p.types import Endpoint
 
@@ -64,6 +65,8 @@ class Network:
         self.keys = keys
         self.greetings = Greetings()
         """Asked by its sockets that are in an event loop."""
+        self.dialled = Dialled()
+        """Of nodes' connections to one another, those that this process made."""
         self._authenticator: Authenticator | None = None
         # Held here so that none is left to the garbage collector before `close`.
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -80,7 +83,7 @@ class Network:
         made.setsockopt(zmq.LINGER, linger_ms)
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         # With a limit ZeroMQ stops reading there, and ends the process if the connection breaks then.
-        # `Meter` bounds what may wait.
+        # A `Meter` bounds what may wait.
         made.setsockopt(zmq.RCVHWM, 0)
         made.setsockopt(zmq.IMMEDIATE, 1)
         # ZeroMQ counts what encryption adds.

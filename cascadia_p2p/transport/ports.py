@@ -11,12 +11,6 @@ from cascadia_p2p.transport.curve import Knock, failed_handshake
 from cascadia_p2p.transport.looping import Monitor, Signal
 from cascadia_p2p.transport.meter import Meter, hang_up
 
-LOOK_S: Final = 0.25
-"""Between two looks at what waits, at least."""
-
-LOOK_SHARE: Final = 20.0
-"""Times what a look took, until the next."""
-
 EVENTS: Final = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -46,7 +40,6 @@ class PortWatch:
         self._port = port
         self._meter = meter
         self._monitor = Monitor(watched, EVENTS, Signal())
-        self._due = 0.0
 
     def look(self) -> None:
         """Take what has happened; to be called often."""
@@ -61,19 +54,8 @@ class PortWatch:
                     knock = failed_handshake(event.event, event.value)
                     if knock is not None:
                         self.failed[knock] += 1
-        self._due = cut_overfull(self._meter, self._due, {self._port})
+        self._meter.end_overfull(lambda descriptor: hang_up(descriptor, lambda at: at[1] == self._port))
 
     def close(self) -> None:
         """Stop following."""
         self._monitor.close()
-
-
-def cut_overfull(meter: Meter, due: float, ports: set[int]) -> float:
-    """End connections of which too much waits, if a look is due; when the next one is."""
-    now = time.monotonic()
-    if now < due:
-        return due
-    for descriptor in meter.overfull(now):
-        meter.cut += hang_up(descriptor, lambda at: at[1] in ports)
-    # Thousands of connections take a while to look at.
-    return now + max(LOOK_S, LOOK_SHARE * (time.monotonic() - now))

@@ -26,7 +26,11 @@ def test_status_says_what_was_not_taken_and_nothing_where_that_is_nothing() -> N
         "dropped": {"undecodable_messages": 3, "ignored_messages": 0, "log_lines": 7},
         "data_thread": {"dropped": {"epoch": 2}, "failed": {"non_finite": 1}},
         "door": {"closed": True, "turned_away": 4, "clients": 9},
-        "ports": {"control": {"handshake_key": 4, "overfull": 1}, "metrics": {"surplus": 5}},
+        "ports": {
+            "control": {"handshake_key": 4, "overfull": 1},
+            "metrics": {"surplus": 5},
+            "dialled": {"overfull": 2},
+        },
         "mdns": {"malformed": 6},
     }
     assert _refused_words(body) == [  # type: ignore[arg-type]
@@ -36,5 +40,6 @@ def test_status_says_what_was_not_taken_and_nothing_where_that_is_nothing() -> N
         "not taken, door: turned away 4",
         "not taken, control port: handshake key 4, overfull 1",
         "not taken, metrics port: surplus 5",
+        "not taken, dialled nodes: overfull 2",
         "not taken, mDNS: malformed 6",
     ]

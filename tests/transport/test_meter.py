@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cascadia_p2p.transport.meter import IDLE_BYTES_S, PART_BYTES, Meter
-from cascadia_p2p.transport.ports import LOOK_S, LOOK_SHARE, cut_overfull
+from cascadia_p2p.transport.meter import IDLE_BYTES_S, LOOK_S, LOOK_SHARE, PART_BYTES, Meter
 
 LIMIT = 10_000
 
@@ -80,10 +79,23 @@ def test_a_descriptor_that_is_used_again_begins_anew(meter: Meter, arrivals: Arr
     meter.took(None, 5)
 
 
-def test_a_look_that_takes_long_comes_seldom(meter: Meter, monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 100.5, 101.0])
-    monkeypatch.setattr("cascadia_p2p.transport.ports.time.monotonic", lambda: next(times))
-    due = cut_overfull(meter, 0.0, {1})
-    assert due == 100.0 + LOOK_SHARE * 0.5 > 100.0 + LOOK_S
-    assert cut_overfull(meter, due, {1}) == due
-    assert meter.cut == 0
+def test_a_look_that_takes_long_comes_seldom(
+    meter: Meter, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = LOOK_SHARE * 0.5
+    assert rest > LOOK_S
+    times = iter([100.0, 100.5, 99.9 + rest, 100.0 + rest, 100.0 + rest])
+    monkeypatch.setattr("cascadia_p2p.transport.meter.time.monotonic", lambda: next(times))
+    ended: list[int] = []
+
+    def end(descriptor: int) -> bool:
+        ended.append(descriptor)
+        return descriptor == 7
+
+    meter.end_overfull(end)
+    arrivals.came = {7: 10 * LIMIT + 1000 * IDLE_BYTES_S, 8: 10 * LIMIT + 1000 * IDLE_BYTES_S}
+    meter.end_overfull(end)
+    assert not ended
+    meter.end_overfull(end)
+    assert ended == [7, 8]
+    assert meter.cut == 1, "the other one was gone"
