@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from types import ModuleType
 
 import pytest
@@ -71,22 +72,29 @@ def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
     deadline = time.monotonic() + 40
     while True:
         found = hosts.examine(0, flags=flags)[0]
-        open_now = "1 of 1 shards" in str(found.get("fleet", {}).get("message"))
-        # A machine that is busy answers late, and is told so.
-        if open_now and found["peer"]["facts"]["rtt_s"] < 5e-3:  # type: ignore[index,operator]
+        if "1 of 1 shards" in str(found.get("fleet", {}).get("message")):
             break
         assert time.monotonic() < deadline, found
     assert node.poll() is None
     assert found["multicast"]["facts"]["hosts"] == [hosts.lab.ip(1)]  # type: ignore[index]
     assert found["peer_data"]["level"] == "ok"
-    assert found["peer"]["level"] == "ok"
+    # A machine that is busy answers late or slowly, and is told so.
+    facts: Any = found["peer"]["facts"]
+    slow = facts["rtt_s"] > 5e-3 or facts["bytes_s"] < 50e6
+    assert found["peer"]["level"] == ("warn" if slow else "ok")
     narrow = "tc qdisc add dev eth0 root tbf rate 50mbit burst 16kb latency 400ms"
     hosts.lab.run(0, narrow.split())
-    slow = hosts.examine(0, flags=flags)[0]["peer"]
-    assert slow["level"] == "warn"
-    # Of a machine that is busy the delay is said first.
-    assert any(words in str(slow["advice"]) for words in ("slower than a gigabit", "a hop costs every token"))
-    assert slow["facts"]["bytes_s"] == pytest.approx(50e6 / 8, rel=0.3)  # type: ignore[index]
+    deadline = time.monotonic() + 40
+    while True:
+        throttled: Any = hosts.examine(0, flags=flags)[0]["peer"]
+        assert throttled["level"] == "warn"
+        # Of a machine that is busy the delay is said first.
+        told = ("slower than a gigabit", "a hop costs every token")
+        assert any(words in str(throttled["advice"]) for words in told)
+        assert throttled["facts"]["bytes_s"] < 1.3 * 50e6 / 8
+        if throttled["facts"]["bytes_s"] > 0.7 * 50e6 / 8:
+            break
+        assert time.monotonic() < deadline, throttled
 
 
 def test_dll_14_no_route_and_a_silent_host_are_told(hosts: Hosts) -> None:
