@@ -116,7 +116,7 @@ def best_coverage(nodes: list[Holder], shards: int) -> int:
 
 
 @given(fleets(), st.randoms(use_true_random=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_assignment_covers_all_that_can_be_covered_and_is_the_same_for_all(
     fleet: tuple[list[Holder], int], rng: object
 ) -> None:

@@ -44,7 +44,7 @@ def test_an_export_stopped_anywhere_ends_in_the_same_bytes(tmp_path: Path, check
     steps: list[Progress] = []
     export(checkpoint, tmp_path / "whole", shards=3, progress=steps.append)
     expected = tree(tmp_path / "whole")
-    for after in range(0, len(steps), 7):
+    for after in range(0, len(steps), 17):
         out = tmp_path / f"stopped{after}"
         with pytest.raises(KeyboardInterrupt):
             export(checkpoint, out, shards=3, progress=Stop(after))

@@ -64,7 +64,7 @@ FRAGMENTS = st.sampled_from(
 
 
 @given(st.lists(FRAGMENTS, max_size=10), st.booleans())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example(["\n", "<think>", "\n", "hm", "\n", "</think>", "\n", "\n", "2"], False)
 @example(["<think>", "</think>", "2"], False)
 @example(["<thi"], False)

@@ -49,7 +49,7 @@ BYTE_FALLBACK = byte_fallback()
 
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 3), max_size=40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @example([170, 95])
 def test_exo_17_any_token_ids_show_the_whole_decode_at_once_without_half_characters(ids: list[int]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL)
