@@ -20,7 +20,7 @@ from cascadia_p2p.errors import UnreachableError, WireError
 from cascadia_p2p.node.door import Door
 from cascadia_p2p.ring.events import ConnectionLost, ConnectionRefused, Event, Heard, Undecodable
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial, Stranger, knock
-from cascadia_p2p.transport.looping import Delivery, SocketClosedError
+from cascadia_p2p.transport.looping import Delivery, NoSocketError, SocketClosedError
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint, Instance, NodeId
 from cascadia_p2p.wire.messages import ControlMessage, Greeting, decode_control, encode
@@ -342,6 +342,10 @@ class ControlPlane:
                     # Others tell addresses: one that is of no use must not end this node.
                     self._say_seldom(f"{dialled.endpoint}", f"{error}; it is forgotten", event="not_dialled")
                     return
+                except NoSocketError as error:
+                    self._say_seldom("", str(error), event="no_socket")
+                    await asyncio.sleep(GREET_AGAIN_S)
+                    continue
                 with contextlib.suppress(SocketClosedError):
                     if not await self._listen(dialled, dialled.dialer):
                         return

@@ -214,6 +214,10 @@ def _refused(found: Measures) -> Iterator[Metric]:
     yield failed
     cut = {port: counts.overfull for port, counts in found.ports.items()}
     yield _counters("cascadia_connections_cut", "Connections that sent more than is taken.", "port", cut)
+    surplus = {
+        port: counts.others["surplus"] for port, counts in found.ports.items() if "surplus" in counts.others
+    }
+    yield _counters("cascadia_connections_surplus", "Connections that were too many.", "port", surplus)
     scrapes = found.ports["metrics"].others if "metrics" in found.ports else {}
     yield _counters("cascadia_scrapes_refused", "Scrapes not answered with metrics.", "reason", scrapes)
     yield _counters("cascadia_mdns_ignored", "Announcements of no use here.", "reason", found.mdns)

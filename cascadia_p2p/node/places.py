@@ -25,7 +25,7 @@ from cascadia_p2p.text.chat import Chat
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
-from cascadia_p2p.transport.network import Network, listen
+from cascadia_p2p.transport.network import Network, allow_many_descriptors, listen
 from cascadia_p2p.types import Endpoint, Promise
 from cascadia_p2p.wire.messages import ErrorReply, encode
 
@@ -142,6 +142,8 @@ class Places:
             CascadiaError: there is no model, no state directory, no such address, no free port, no key where
                 one is needed, or one that can not be used.
         """
+        # Before anything is bound: strangers may fill a port soon after.
+        allow_many_descriptors()
         model = LocalModel.open(find_model(config))
         address = choose_address(config.bind, list_interfaces())
         promise = Promise(

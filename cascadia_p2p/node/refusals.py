@@ -67,10 +67,11 @@ class Refusals:
     def counts(self, clients: ClientServer | None) -> dict[str, PortCounts]:
         """What was not taken since the node began, and on the clients' port since it is the head."""
         control = self._control
-        malformed = {"malformed": control.malformed}
+        others = {"malformed": control.malformed, "surplus": control.meter.surplus}
+        surplus = {"surplus": self._receiver.meter.surplus}
         found = {
-            "control": PortCounts(_named(control.failed), control.meter.cut, malformed),
-            "data": PortCounts(_named(self._watch.failed), self._receiver.meter.cut),
+            "control": PortCounts(_named(control.failed), control.meter.cut, others),
+            "data": PortCounts(_named(self._watch.failed), self._receiver.meter.cut, surplus),
             "dialled": PortCounts(overfull=self._dialled.meter.cut),
         }
         if clients is not None:

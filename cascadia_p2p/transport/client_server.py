@@ -13,7 +13,7 @@ import zmq
 from cascadia_p2p.transport.curve import Domain, failed_handshake
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, connection_of
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
-from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind
+from cascadia_p2p.transport.network import Network, allow_many_descriptors, bind, most_connections
 from cascadia_p2p.transport.ports import EVENTS, no_knocks
 from cascadia_p2p.types import Endpoint
 from cascadia_p2p.wire.client import MAX_REQUEST_BYTES
@@ -25,7 +25,7 @@ REPLIES_IN_SOCKET: Final = 256
 """Replies to one client that ZeroMQ holds; the many requests of one connection may end together."""
 
 OTHER_DESCRIPTORS: Final = 256
-"""That everything but clients of a node may need: other nodes, files, discovery."""
+"""That everything but connections to a node may need: those to other nodes, files, discovery."""
 
 SURPLUS: Final = 64
 """Clients beyond the limit that are told so; with more, the newest are cut off, so that descriptors last."""
@@ -110,7 +110,8 @@ class ClientServer:
 
     def __init__(self, network: Network, limit: int | None = None) -> None:
         descriptors = allow_many_descriptors()
-        self.limit = max(1, descriptors - OTHER_DESCRIPTORS - SURPLUS) if limit is None else limit
+        others = OTHER_DESCRIPTORS + 2 * most_connections() + SURPLUS
+        self.limit = max(1, descriptors - others) if limit is None else limit
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_REQUEST_BYTES)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -215,7 +216,7 @@ class ClientServer:
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
-        self.meter.end_overfull(lambda descriptor: hang_up(descriptor, self._is_client))
+        self.meter.enforce(lambda descriptor: hang_up(descriptor, self._is_client))
 
     def reply(self, route: Route, data: bytes) -> Delivery:
         """Send to a client without waiting; FULL means that it does not take what it got before."""

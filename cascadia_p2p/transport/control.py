@@ -17,7 +17,7 @@ from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.naming import open_plain
-from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect
+from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect, most_connections
 from cascadia_p2p.transport.ports import EVENTS, no_knocks
 from cascadia_p2p.types import Endpoint
 
@@ -80,7 +80,7 @@ class ControlServer:
         """Messages that were dropped because they had another shape than one part."""
         self.failed = no_knocks()
         """Handshakes that came to nothing, by why."""
-        self.meter = Meter(WAITING_BYTES)
+        self.meter = Meter(WAITING_BYTES, most=most_connections())
         """Of its connections."""
 
     @property
@@ -136,7 +136,7 @@ class ControlServer:
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
-        self.meter.end_overfull(self._hang_up)
+        self.meter.enforce(self._hang_up)
 
     def reply(self, identity: bytes, data: bytes) -> Delivery:
         """Send to the peer with this identity, without waiting."""
@@ -204,6 +204,7 @@ class ControlDialer:
 
     Raises:
         UnreachableError: ZeroMQ does not take the address.
+        NoSocketError: no descriptor is left for it.
     """
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:

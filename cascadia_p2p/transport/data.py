@@ -15,7 +15,7 @@ import zmq
 from cascadia_p2p.transport.curve import Domain
 from cascadia_p2p.transport.looping import parse_event, unwatch, watch
 from cascadia_p2p.transport.meter import LOOK_S, Meter, hang_up, source_of
-from cascadia_p2p.transport.network import NOTHING, Network, bind, connect
+from cascadia_p2p.transport.network import NOTHING, Network, bind, connect, most_connections
 from cascadia_p2p.transport.ports import PortWatch
 from cascadia_p2p.types import Endpoint
 
@@ -53,7 +53,7 @@ class DataReceiver:
     ) -> None:
         most = max(max_part, MAX_HEADER)
         self._pull = network.socket(zmq.PULL, linger_ms=0, max_part=most)
-        self.meter = Meter(WAITING_PARTS * most)
+        self.meter = Meter(WAITING_PARTS * most, most=most_connections())
         """Of its connections."""
         self._source: int | None = None
         self._wake = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)

@@ -32,7 +32,7 @@ class Dialled:
 
     def look(self) -> None:
         """End those over which more has come than is taken; to be called often, in one thread."""
-        self.meter.end_overfull(self._end)
+        self.meter.enforce(self._end)
 
     def _end(self, descriptor: int) -> bool:
         port = self._ports.get(descriptor)

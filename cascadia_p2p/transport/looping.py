@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import socket
 import time
@@ -37,6 +38,10 @@ _serial = itertools.count(1)
 
 class SocketClosedError(CascadiaError):
     """The socket was closed while a task waited for its next message."""
+
+
+class NoSocketError(CascadiaError):
+    """The system has no descriptors left for another socket."""
 
 
 class Delivery(Enum):
@@ -255,14 +260,40 @@ class Monitor:
         self._pair.close(0)
 
 
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A new socket of a type of ZeroMQ's.
+
+    Raises:
+        NoSocketError: that can not be.
+    """
+    try:
+        return context.socket(kind)
+    except zmq.ZMQError as error:
+        raise _no_socket(error) from None
+
+
+def _no_socket(error: zmq.ZMQError) -> NoSocketError:
+    return NoSocketError(
+        f"no socket can be made ({error.strerror}): end connections, or let this process open more files "
+        "('ulimit -n' shows how many)"
+    )
+
+
 def watch(watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """A socket that receives the events of another's connections.
 
     ZeroMQ's own thread delivers them and waits when they are not taken, hence no bound on their number.
+
+    Raises:
+        NoSocketError: no descriptor is left for it.
     """
     name = f"inproc://events-{next(_serial)}"
-    watched.monitor(name, events)
-    pair: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR)
+    pair = make_socket(watched.context, zmq.PAIR)
+    try:
+        watched.monitor(name, events)
+    except zmq.ZMQError as error:
+        pair.close()
+        raise _no_socket(error) from None
     pair.setsockopt(zmq.LINGER, 0)
     pair.setsockopt(zmq.RCVHWM, 0)
     pair.connect(name)
@@ -286,11 +317,23 @@ def connection_of(descriptor: int) -> Iterator[socket.socket | None]:
     """A second handle of a connection that ZeroMQ holds, for the block; None when it is gone."""
     try:
         made = socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        yield None
+    except OSError as error:
+        with contextlib.ExitStack() as borrowed:
+            # Where none is left for a second handle the first must do: it is then that some are to be ended.
+            yield _borrow(descriptor, borrowed) if error.errno in (errno.EMFILE, errno.ENFILE) else None
         return
     with made:
         yield made
+
+
+def _borrow(descriptor: int, until: contextlib.ExitStack) -> socket.socket | None:
+    """A handle by the descriptor itself, which it does not close."""
+    try:
+        made = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    until.callback(made.detach)
+    return made
 
 
 def peer_address(descriptor: int) -> str:

@@ -1,7 +1,8 @@
-"""How much of what a connection sent nobody has taken yet: ZeroMQ has no bound for a message of many parts.
+"""How many connections a port has, and how much of what they sent nobody has taken yet.
 
-It delivers a message when its last part is there and holds the others meanwhile, however many come. What has
-arrived is asked of the system (Linux only), what was taken is counted where it is taken.
+ZeroMQ has no bound for a message of many parts: it delivers a message when its last part is there and holds
+the others meanwhile, however many come. What has arrived is asked of the system (Linux only), what was taken
+is counted where it is taken.
 """
 
 from __future__ import annotations
@@ -57,14 +58,25 @@ class Meter:
 
     Args:
         limit: bytes of one connection that may wait to be taken.
+        most: connections at a time; those that begin then are ended.
         came: bytes that have arrived over the connection with a descriptor; None when that can not be told.
     """
 
-    def __init__(self, limit: int, came: Callable[[int], int | None] | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        came: Callable[[int], int | None] | None = None,
+        *,
+        most: int | None = None,
+    ) -> None:
         self.limit = limit
+        self.most = most
         self.cut = 0
         """Connections that were ended for what they did not finish."""
+        self.surplus = 0
+        """Connections that were ended because there were too many."""
         self._came = came or bytes_came
+        self._open: dict[int, None] = {}
         self._flows: dict[int, _Flow] = {}
         self._due = 0.0
 
@@ -73,12 +85,15 @@ class Meter:
 
     def opened(self, descriptor: int, now: float) -> None:
         """A connection begins."""
+        self._open.pop(descriptor, None)
+        self._open[descriptor] = None
         came = self._came(descriptor)
         if came is not None:
             self._flows[descriptor] = _Flow(came, now)
 
     def closed(self, descriptor: int) -> None:
         """A connection has ended."""
+        self._open.pop(descriptor, None)
         self._flows.pop(descriptor, None)
 
     def took(self, descriptor: int | None, size: int, parts: int = 1) -> None:
@@ -102,8 +117,8 @@ class Meter:
                 found.append(descriptor)
         return found
 
-    def end_overfull(self, end: Callable[[int], bool]) -> None:
-        """End the connections of which more waits than may, if a look is due; to be called often.
+    def enforce(self, end: Callable[[int], bool]) -> None:
+        """End the connections of which more waits than may, and those that are too many; to be called often.
 
         Args:
             end: ends the connection with a descriptor, and tells whether it did.
@@ -113,6 +128,9 @@ class Meter:
             return
         for descriptor in self.overfull(now):
             self.cut += end(descriptor)
+        if self.most is not None:
+            for descriptor in list(self._open)[self.most :]:
+                self.surplus += end(descriptor)
         # Thousands of connections take a while to look at.
         self._due = now + max(LOOK_S, LOOK_SHARE * (time.monotonic() - now))
 

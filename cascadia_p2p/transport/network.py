@@ -20,6 +20,7 @@ from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.transport.curve import Authenticator, Domain, Keys, close_door, present
 from cascadia_p2p.transport.dialled import Dialled
 from cascadia_p2p.transport.greeting import Greetings
+from cascadia_p2p.transport.looping import make_socket
 from cascadia_p2p.types import Endpoint
 
 HANDSHAKE_MS: Final = 3000
@@ -31,6 +32,9 @@ RECONNECT_MAX_MS: Final = 1000
 HIGH_WATER: Final = 1000
 MAX_SOCKETS: Final = 4096
 MAX_DESCRIPTORS: Final = 65_536
+NODE_CONNECTIONS: Final = 2048
+"""Of other nodes, to one port, at most."""
+
 SEALED: Final = 64
 """Bytes that CURVE adds to a part, at most."""
 
@@ -78,8 +82,11 @@ class Network:
             kind: a ZeroMQ socket type.
             linger_ms: how long closing may wait for what is unsent.
             max_part: bytes of a received part, at most; a peer that sends more is disconnected.
+
+        Raises:
+            NoSocketError: no descriptor is left for it.
         """
-        made = self.context.socket(kind)
+        made = make_socket(self.context, kind)
         made.setsockopt(zmq.LINGER, linger_ms)
         made.setsockopt(zmq.SNDHWM, HIGH_WATER)
         # With a limit ZeroMQ stops reading there, and ends the process if the connection breaks then.
@@ -258,6 +265,11 @@ def allow_many_descriptors() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return soft
+
+
+def most_connections() -> int:
+    """Connections that one port for nodes takes; those that come then are ended."""
+    return min(NODE_CONNECTIONS, allow_many_descriptors() // 16)
 
 
 def _resolve(host: str, address_flag: str) -> str:

@@ -54,7 +54,7 @@ class PortWatch:
                     knock = failed_handshake(event.event, event.value)
                     if knock is not None:
                         self.failed[knock] += 1
-        self._meter.end_overfull(lambda descriptor: hang_up(descriptor, lambda at: at[1] == self._port))
+        self._meter.enforce(lambda descriptor: hang_up(descriptor, lambda at: at[1] == self._port))
 
     def close(self) -> None:
         """Stop following."""

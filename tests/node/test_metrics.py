@@ -46,7 +46,7 @@ def measures(head: HeadMeasures | None = None) -> Measures:
         parts={"attention": 0.25},
         messages={"ignored_messages": 5},
         ports={
-            "control": PortCounts({"foreign": 3, "key": 1}, overfull=2),
+            "control": PortCounts({"foreign": 3, "key": 1}, overfull=2, others={"surplus": 9}),
             "metrics": PortCounts(others={"surplus": 4}),
         },
         mdns={"malformed": 6},
@@ -81,6 +81,9 @@ def test_the_text_is_read_back_with_every_value_and_label() -> None:
     assert found["cascadia_rows_total", ()] == 50
     assert found["cascadia_handshakes_failed_total", (("port", "control"), ("reason", "foreign"))] == 3
     assert found["cascadia_connections_cut_total", (("port", "control"),)] == 2
+    surplus = "cascadia_connections_surplus_total"
+    assert found[surplus, (("port", "control"),)] == 9
+    assert found[surplus, (("port", "metrics"),)] == 4
     assert found["cascadia_scrapes_refused_total", (("reason", "surplus"),)] == 4
     assert found["cascadia_mdns_ignored_total", (("reason", "malformed"),)] == 6
     assert found["cascadia_log_lines_left_out_total", ()] == 8

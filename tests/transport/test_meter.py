@@ -92,10 +92,28 @@ def test_a_look_that_takes_long_comes_seldom(
         ended.append(descriptor)
         return descriptor == 7
 
-    meter.end_overfull(end)
+    meter.enforce(end)
     arrivals.came = {7: 10 * LIMIT + 1000 * IDLE_BYTES_S, 8: 10 * LIMIT + 1000 * IDLE_BYTES_S}
-    meter.end_overfull(end)
+    meter.enforce(end)
     assert not ended
-    meter.end_overfull(end)
+    meter.enforce(end)
     assert ended == [7, 8]
     assert meter.cut == 1, "the other one was gone"
+
+
+def test_those_beyond_the_most_are_ended_and_who_was_there_before_stays(arrivals: Arrivals) -> None:
+    made, ended = Meter(LIMIT, lambda _: None, most=2), list[int]()
+
+    def end(descriptor: int) -> bool:
+        ended.append(descriptor)
+        made.closed(descriptor)
+        return True
+
+    for descriptor in (5, 3, 9, 7):
+        made.opened(descriptor, 0.0)
+    # The system gave the number of one that has ended to another.
+    made.opened(5, 0.0)
+    made.enforce(end)
+    assert ended == [7, 5]
+    assert made.surplus == 2
+    assert made.cut == 0
