@@ -30,6 +30,9 @@ OTHER_DESCRIPTORS: Final = 256
 SURPLUS: Final = 64
 """Clients beyond the limit that are told so; with more, the newest are cut off, so that descriptors last."""
 
+ENVELOPE_BYTES: Final = 1 << 16
+"""Around a request, at most."""
+
 SEND_BUFFER: Final = 1 << 16
 """Bytes to one client that the system holds: its own choice would grow to megabytes."""
 
@@ -135,7 +138,7 @@ class ClientServer:
         """Messages without the shape of a request."""
         self.failed = no_knocks()
         """Handshakes that came to nothing, by why."""
-        self.meter = Meter(WAITING_BYTES)
+        self.meter = Meter(WAITING_BYTES, whole=MAX_REQUEST_BYTES + ENVELOPE_BYTES)
         """Of its connections."""
         self._open: dict[int, int] = {}
         self._surplus: set[int] = set()

@@ -80,7 +80,7 @@ class ControlServer:
         """Messages that were dropped because they had another shape than one part."""
         self.failed = no_knocks()
         """Handshakes that came to nothing, by why."""
-        self.meter = Meter(WAITING_BYTES, most=most_connections())
+        self.meter = Meter(WAITING_BYTES, whole=2 * MAX_CONTROL_PART, most=most_connections())
         """Of its connections."""
 
     @property

@@ -49,6 +49,7 @@ class _Flow:
     taken: int = 0
     counted: int = 0
     waiting: float = 0.0
+    endless: bool = False
 
 
 class Meter:
@@ -58,6 +59,8 @@ class Meter:
 
     Args:
         limit: bytes of one connection that may wait to be taken.
+        whole: bytes of the largest message, where messages are taken as soon as they are whole: more, of which
+            nothing is taken from one look to the next, is a message without end.
         most: connections at a time; those that begin then are ended.
         came: bytes that have arrived over the connection with a descriptor; None when that can not be told.
     """
@@ -67,9 +70,11 @@ class Meter:
         limit: int,
         came: Callable[[int], int | None] | None = None,
         *,
+        whole: int | None = None,
         most: int | None = None,
     ) -> None:
         self.limit = limit
+        self.whole = whole
         self.most = most
         self.cut = 0
         """Connections that were ended for what they did not finish."""
@@ -112,8 +117,11 @@ class Meter:
             taken = flow.taken
             spent = taken - flow.counted + IDLE_BYTES_S * (now - flow.at)
             flow.waiting = max(0.0, flow.waiting + came - flow.came - spent)
+            idle = taken == flow.counted
             flow.came, flow.counted, flow.at = came, taken, now
-            if flow.waiting > self.limit:
+            # At two looks: the loop may have been held up before the first.
+            before, flow.endless = flow.endless, idle and self.whole is not None and flow.waiting > self.whole
+            if flow.waiting > self.limit or (before and flow.endless):
                 found.append(descriptor)
         return found
 

@@ -117,3 +117,29 @@ def test_those_beyond_the_most_are_ended_and_who_was_there_before_stays(arrivals
     assert ended == [7, 5]
     assert made.surplus == 2
     assert made.cut == 0
+
+
+def test_a_message_without_end_is_overfull_long_before_the_limit(arrivals: Arrivals) -> None:
+    made = Meter(LIMIT, arrivals, whole=1000)
+    made.opened(7, 0.0)
+    made.opened(8, 0.0)
+    for look in range(1, 8):
+        # One whole message waits where the loop was held up, and is taken; of the other nothing ever is.
+        arrivals.came[7] += 1200
+        arrivals.came[8] += 1200
+        found = made.overfull(look * 0.001)
+        assert found == ([] if look < 2 else [8]), look
+        made.took(7, 1200)
+
+
+def test_a_loop_that_was_held_up_ends_nobody(arrivals: Arrivals) -> None:
+    made = Meter(LIMIT, arrivals, whole=1000)
+    made.opened(7, 0.0)
+    arrivals.came[7] += 5000
+    assert made.overfull(0.001) == []
+    made.took(7, 1000)
+    arrivals.came[7] += 1500
+    assert made.overfull(0.002) == []
+    assert made.overfull(0.003) == []
+    made.took(7, 5500)
+    assert made.overfull(0.004) == []
