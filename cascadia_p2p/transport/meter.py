@@ -59,8 +59,8 @@ class Meter:
 
     Args:
         limit: bytes of one connection that may wait to be taken.
-        whole: bytes of the largest message, where messages are taken as soon as they are whole: more, of which
-            nothing is taken from one look to the next, is a message without end.
+        whole: bytes of the largest message, where messages are taken as soon as they are whole: if more
+            waits and none of it is taken from one look to the next, that is a message without end.
         most: connections at a time; those that begin then are ended.
         came: bytes that have arrived over the connection with a descriptor; None when that can not be told.
     """
