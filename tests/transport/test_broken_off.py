@@ -98,11 +98,11 @@ asyncio.run(main())
 
 
 def test_a_client_that_let_its_loop_stand_reads_what_came_and_hears_of_the_end() -> None:
-    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "20000 HeadLostError\n"), done.stderr
 
 
 @pytest.mark.parametrize("which", ["client", "control", "data"])
 def test_a_peer_that_breaks_off_ends_no_process(which: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, which], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, which], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
