@@ -78,6 +78,7 @@ def test_a_node_knows_a_door_that_hung_up_first(
     monkeypatch: pytest.MonkeyPatch, theirs: Keys | None, ours: Keys | None, dial: Dial
 ) -> None:
     monkeypatch.setattr(control, "failed_handshake", hung_up_first)
+    monkeypatch.setattr(greeting, "GREETING_S", DEADLINE_S)
 
     async def scenario() -> None:
         with Network(theirs) as there, Network(ours) as here:
