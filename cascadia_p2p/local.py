@@ -32,6 +32,9 @@ COMMAND: Final = (sys.executable, "-m", "cascadia_p2p")
 
 _given: Final[deque[int]] = deque(maxlen=100)
 
+LAST_WORDS_S: Final = 5.0
+"""Seconds that the lines of a process that has ended get to be read."""
+
 END_S: Final = 10.0
 """Seconds that a node gets to end by itself."""
 
@@ -63,6 +66,14 @@ class LocalNode:
     lines: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
     host: str = HOST
+
+    def over(self) -> bool:
+        """Whether the process has ended; what it said last is read by then."""
+        if self.process.poll() is None:
+            return False
+        if self.reader is not None:
+            self.reader.join(LAST_WORDS_S)
+        return True
 
     @property
     def control(self) -> Endpoint:
@@ -135,10 +146,11 @@ class LocalRing:
         deadline = time.monotonic() + timeout_s
         enough = any if until_one_ends else all
         while (left := deadline - time.monotonic()) > 0:
+            over = bool(self.nodes) and enough(node.over() for node in self.nodes)
             try:
-                event = self._events.get(timeout=min(left, 0.25))
+                event = self._events.get(timeout=0.0 if over else min(left, 0.25))
             except queue.Empty:
-                if self.nodes and enough(node.process.poll() is not None for node in self.nodes):
+                if over:
                     return
                 continue
             yield event
@@ -168,10 +180,8 @@ class LocalRing:
     def ended(self) -> str | None:
         """The last words of the first node that has ended by itself; None while all run."""
         for node in self.nodes:
-            code = node.process.poll()
-            if code is not None:
-                if node.reader is not None:
-                    node.reader.join(1.0)
+            if node.over():
+                code = node.process.returncode
                 last = _event(node.index, node.lines[-1]) if node.lines else None
                 words = last.message or last.event if last is not None else "it said nothing"
                 return f"node {node.index} ended with exit code {code}: {words}"

@@ -133,7 +133,7 @@ class Lab:
         for namespace in ours:
             _kill_inside(namespace)
         for process in self._started:
-            process.wait(timeout=10)
+            process.wait(timeout=60)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
@@ -155,7 +155,7 @@ class Lab:
         """The command line that runs a command in a host; signals reach the command itself."""
         return ["ip", "netns", "exec", self.namespace(host), *map(str, command)]
 
-    def run(self, host: int, command: Sequence[str | Path], timeout: float = 10.0) -> str:
+    def run(self, host: int, command: Sequence[str | Path], timeout: float = 60.0) -> str:
         """Run a command in a host and return what it prints.
 
         Raises:
@@ -314,7 +314,7 @@ class Lab:
     def _tell(self, command: str) -> str:
         """What the switch answers; it has obeyed by then."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-            caller.settimeout(5)
+            caller.settimeout(60)
             try:
                 caller.connect(str(self._door))
                 caller.send(command.encode())
@@ -336,12 +336,12 @@ def _switch_program() -> Path:
     if not program.exists():
         RUNTIME.mkdir(parents=True, exist_ok=True)
         fresh = program.with_suffix(f".{os.getpid()}")
-        _run([_compiler() or "cc", "-O2", "-o", str(fresh), str(SOURCE)], timeout=60)
+        _run([_compiler() or "cc", "-O2", "-o", str(fresh), str(SOURCE)])
         fresh.replace(program)
     return program
 
 
-def _run(command: Sequence[str], *, timeout: float = 10.0, text: str | None = None) -> str:
+def _run(command: Sequence[str], *, timeout: float = 60.0, text: str | None = None) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, input=text)
     except subprocess.TimeoutExpired as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import shutil
@@ -233,12 +234,17 @@ class _Task:
             with FileLock(work / "lock", timeout=0):
                 # Looked at again: another export may just have finished its shards.
                 manifest, unfinished = self._write(out, self._earlier(out), progress)
+                if not unfinished:
+                    # Behind the lock another export may begin at once, whose journal would go.
+                    shutil.rmtree(work, ignore_errors=True)
         except Timeout:
             raise UsageError(
                 f"another export is writing to {out}: wait for it, or choose another directory"
             ) from None
         if not unfinished:
-            shutil.rmtree(work, ignore_errors=True)
+            # Where a file that is open can not be removed, the directory is empty only now.
+            with contextlib.suppress(OSError):
+                work.rmdir()
         return manifest
 
     def _earlier(self, out: Path) -> Manifest | None:

@@ -263,7 +263,10 @@ class ClientConnection:
 def _await_handshake(line: _Line, endpoint: Endpoint, timeout_s: float, *, keyed: bool) -> None:
     deadline = time.monotonic() + timeout_s
     reason = "nothing came back"
-    while line.wait(deadline):
+    waiting = True
+    while waiting:
+        # At the end once more: what came in time counts, though this process was held up.
+        waiting = line.wait(deadline)
         while (event := line.event()) is not None:
             why = failed_handshake(event.event, event.value)
             if why is Knock.HUNG_UP:
@@ -453,6 +456,7 @@ class _LoopLine:
         """The connection ended, or its only request was given up: the next request takes a new line."""
         self.endpoint = endpoint
         self._address = address
+        self._reason, self._shaken = "nothing came back", False
         self._keyed = network.keys is not None
         self._greetings = network.greetings
         self._waiting: dict[bytes, asyncio.Queue[bytes | None]] = {}
@@ -470,26 +474,28 @@ class _LoopLine:
 
     async def open(self, timeout_s: float) -> None:
         """Wait until the head is there, then start reading."""
-        reason, shaken = "nothing came back", False
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while True:
-                    self._signal.clear()
-                    while (event := self._monitor.take()) is not None:
-                        why = failed_handshake(event.event, event.value)
-                        if why is Knock.HUNG_UP:
-                            why = await self._greetings.why_hung_up(self._address, keyed=self._keyed)
-                            self._signal.require_open()
-                        failure = failure_in(event, why, self.endpoint, keyed=self._keyed)
-                        shaken = shaken or failure == ""
-                        reason = failure or reason
-                    # The handshake's event runs ahead of the connection's readiness.
-                    if shaken and self._socket.writable():
-                        self._reader = asyncio.create_task(self._read())
-                        return
+                while not await self._is_open():
                     await self._signal.wait()
-        except TimeoutError:
-            raise unreachable(self.endpoint, reason) from None
+        # Looked at once more: what came in time counts, though the loop was held up.
+        if not await self._is_open():
+            raise unreachable(self.endpoint, self._reason)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _is_open(self) -> bool:
+        """Follow what happened to the connection; whether it can be written to."""
+        self._signal.clear()
+        while (event := self._monitor.take()) is not None:
+            why = failed_handshake(event.event, event.value)
+            if why is Knock.HUNG_UP:
+                why = await self._greetings.why_hung_up(self._address, keyed=self._keyed)
+                self._signal.require_open()
+            failure = failure_in(event, why, self.endpoint, keyed=self._keyed)
+            self._shaken = self._shaken or failure == ""
+            self._reason = failure or self._reason
+        # The handshake's event runs ahead of the connection's readiness.
+        return self._shaken and self._socket.writable()
 
     def send(self, tag: bytes, data: bytes) -> asyncio.Queue[bytes | None]:
         """Send a request: the queue of its replies, None for the end of the connection."""

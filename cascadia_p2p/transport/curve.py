@@ -24,7 +24,8 @@ from cascadia_p2p.errors import CascadiaError
 KEY_CHARACTERS: Final = 40
 """Of a key in Z85, ZeroMQ's own spelling of 32 bytes."""
 
-STOP_S: Final = 2.0
+STOP_S: Final = 30.0
+"""Until the authenticator's thread is given up: its sockets must not be closed under it."""
 _ZAP: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
 

@@ -59,7 +59,10 @@ def _first(families: Mapping[Endpoint, int], limit_s: float) -> Endpoint | None:
                 with contextlib.suppress(BlockingIOError):
                     probe.connect((endpoint.host, endpoint.port))
                 selector.register(probe, selectors.EVENT_WRITE, endpoint)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        left = limit_s
+        while selector.get_map() and left > 0:
+            # At the end once more: what answered in time counts, though this process was held up.
+            left = max(deadline - time.monotonic(), 0.0)
             for key, _ in selector.select(left):
                 assert isinstance(key.fileobj, socket.socket)
                 if not key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

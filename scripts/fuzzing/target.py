@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import traceback
@@ -105,10 +106,20 @@ class Judge:
             if weigh:
                 tracemalloc.stop()
         if not weigh and spent > self.target.slowest_s:
-            return self._fault("slow", data, f"{spent:.2f} s of CPU time")
+            # Twice: garbage that others left may have been collected in the first one's time.
+            spent = min(spent, self._spent(data))
+            if spent > self.target.slowest_s:
+                return self._fault("slow", data, f"{spent:.2f} s of CPU time")
         if peak > self.target.memory_base + MEMORY_PER_BYTE * len(data):
             return self._fault("memory", data, f"{peak} bytes for an input of {len(data)}")
         return True
+
+    def _spent(self, data: bytes) -> float:
+        """CPU seconds of an input."""
+        started = time.thread_time()
+        with contextlib.suppress(Exception):
+            self.target.run(data)
+        return time.thread_time() - started
 
     def _fault(self, kind: str, data: bytes, trace: str) -> bool:
         if kind not in self.faults and len(self.faults) < 100:

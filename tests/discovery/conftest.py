@@ -28,4 +28,4 @@ def start_speaker() -> Iterator[Callable[..., Speaker]]:
     yield start
     for process in processes:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)

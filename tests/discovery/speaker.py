@@ -41,7 +41,7 @@ class Log:
 
 async def connect(candidate: Candidate) -> str | None:
     try:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             reader, writer = await asyncio.open_connection(candidate.endpoint.host, candidate.endpoint.port)
             node = (await reader.readline()).decode().strip()
             writer.close()

@@ -32,7 +32,7 @@ class Speaker:
             self._lines.put(json.loads(line))
 
     def wait_for(
-        self, accept: Callable[[dict[str, object]], bool], seconds: float = 25.0
+        self, accept: Callable[[dict[str, object]], bool], seconds: float = 60.0
     ) -> dict[str, object]:
         """The first line, old or new, that is accepted."""
         for line in self._seen:

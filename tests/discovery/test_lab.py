@@ -59,12 +59,11 @@ def test_exo_06_two_fleets_on_one_network_keep_apart(hosts: Hosts) -> None:
 def test_exo_01_blocked_multicast_is_said_with_counts_and_next_step(hosts: Hosts) -> None:
     for host in range(3):
         hosts.lab.multicast(host, False)
-    a, b = hosts.speaker(0, alone_s=1.5), hosts.speaker(1, alone_s=1.5)
+    a, b = hosts.speaker(0, alone_s=4), hosts.speaker(1, alone_s=4)
     for host, speaker in enumerate((a, b)):
         message = str(speaker.wait_for(logged("alone"))["message"])
-        assert message.startswith(
-            f"no other node of fleet 'lab' seen for 2 s. mDNS on eth0 ({hosts.lab.ip(host)}): "
-        )
+        assert message.startswith("no other node of fleet 'lab' seen for ")
+        assert f" s. mDNS on eth0 ({hosts.lab.ip(host)}): " in message
         assert ", 0 received from other machines" in message
         assert " 0 packets sent" not in message
         assert "open UDP port 5353" in message
@@ -100,7 +99,7 @@ def test_exo_02_static_peers_work_with_mdns_off_whoever_starts_first(hosts: Host
 def test_pet_05_ipv6_without_a_route_does_not_stop_ipv4(hosts: Hosts) -> None:
     hosts.speaker(1, mdns=False)
     a = hosts.speaker(0, mdns=False, peers=["[fd99::7]:7600", f"{hosts.lab.ip(1)}:7600"])
-    a.wait_for(connected(1), 3)
+    a.wait_for(connected(1))
 
 
 def test_stk_18_host_without_any_route_still_reaches_static_peers_later(hosts: Hosts) -> None:

@@ -19,7 +19,7 @@ NAME = f"c{os.getpid()}"
 
 def netlab_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "netlab.py"), "--name", NAME, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 @pytest.fixture
@@ -163,8 +163,8 @@ def test_delay_and_throttle_hold_frames_back_and_a_capture_shows_them(
         )
         assert float(lab.run(0, [sys.executable, "-c", ask])) >= 0.3
         lab.heal()
-        lab.throttle(1.0, 1)
-        # 300 frames of 1 kB are 2.5 s on such a cable, whose queue takes half a second of them.
+        lab.throttle(0.1, 1)
+        # 300 frames of 1 kB are 25 s on such a cable, whose queue takes half a second of them.
         assert heard(lab, 300) < 150
         lab.capture(None)
         assert lab.counts()["late"] > 100
@@ -177,17 +177,18 @@ def test_cuts_of_the_command_line_are_undone_by_heal(lab: None, netlab: ModuleTy
     refused = "ConnectionRefusedError"
 
     def reaches() -> bool:
+        # Behind a cut, addresses are asked for once a second only.
         return refused in netlab_command("exec", "0", sys.executable, "-c", reach).stderr
 
     assert netlab_command("cut", "1", "--direction", "in", "--toward", "0").returncode == 0
     assert not reaches()
     assert netlab_command("flap", "1", "--each", "0.1", "--seconds", "0.3").returncode == 0
-    assert reaches()
+    assert any(reaches() for _ in range(40))
     for direction in ("in", "out"):
         here.cut(1, direction=direction)
         assert not reaches()
         here.heal(1)
-    assert reaches()
+    assert any(reaches() for _ in range(40))
     assert "expected 0 to 100" in netlab_command("lose", "900").stderr
 
 

@@ -46,7 +46,7 @@ def start(home: Path, root: Path = ROOT) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[bool, float, Path]:
     """Whether it compiled, its result, and its cache directory."""
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     compiled, result, directory = out.splitlines()[-1].split()
     return compiled == "True", float(result), Path(directory)
@@ -102,7 +102,7 @@ def test_without_a_writable_cache_kernels_still_compile(home: Path) -> None:
 
 def test_what_is_said_of_compiling_counts_what_the_cache_lacks(home: Path) -> None:
     def said() -> list[str]:
-        out, err = (process := start(home)).communicate(timeout=100)
+        out, err = (process := start(home)).communicate(timeout=250)
         assert process.returncode == 0, err
         return re.findall(r"compiling \d+ kernels? .*, about \d+ s", out)
 
@@ -135,5 +135,5 @@ assert not failures, failures
 
 def test_threads_that_load_at_once_do_not_compile_twice(home: Path) -> None:
     command = [sys.executable, "-c", THREADS]
-    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ Stages beside products take thrice the time to compile. What they add knows only
 which is attention, and `test_long_attention` compares it.
 """
 
-_SECONDS = 400
+_SECONDS = 1500
 slow = pytest.mark.timeout(_SECONDS)
 """Where nothing is in the user's cache yet, whole sets of kernels are compiled."""
 

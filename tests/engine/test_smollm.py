@@ -24,6 +24,7 @@ from cascadia_p2p.shards.reader import ShardReader
 from cascadia_p2p.text.tokenizer import Tokenizer
 from cascadia_p2p.types import Promise
 
+pytestmark = pytest.mark.timeout(1500)
 PROMISE = Promise(slots=2, context=512, rows=64)
 LENGTH = 32
 """New tokens that are compared."""

@@ -85,6 +85,15 @@ def test_a_broken_decoder_is_found_out() -> None:
             while time.thread_time() < ends:
                 pass
 
+    held_up = iter([0.4, 0.0])
+
+    def busy(_: bytes) -> None:
+        ends = time.thread_time() + next(held_up)
+        while time.thread_time() < ends:
+            pass
+
+    judge = Judge(Target("busy", busy, lambda: [b""], slowest_s=0.2))
+    assert judge.give(b"what was slow once is given again"), judge.faults
     judge = Judge(Target("broken", broken, lambda: [b""], (ValueError,), slowest_s=0.2))
     assert judge.give(b"right")
     for data in (b"raises", b"lies", b"turns"):

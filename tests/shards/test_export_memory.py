@@ -23,7 +23,7 @@ def test_the_peak_is_far_below_one_stack(tmp_path: Path) -> None:
         words,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=250,
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT)},
         check=False,

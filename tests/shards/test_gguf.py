@@ -283,6 +283,10 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
+COUNT_OF_TENSORS = range(8, 16)
+"""Where a header has it."""
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damage_anywhere_is_said_in_words(header: bytes, tmp_path: Path, data: st.DataObject) -> None:
@@ -297,7 +301,8 @@ def test_damage_anywhere_is_said_in_words(header: bytes, tmp_path: Path, data: s
     place = data.draw(st.integers(0, 6000))
     path.write_bytes(header[:place] + bytes([data.draw(st.integers(0, 255))]) + header[place + 1 :])
     with contextlib.suppress(CheckpointError):
-        assert read_gguf_header(path).tensors
+        # Where it says so, a file has none.
+        assert read_gguf_header(path).tensors or place in COUNT_OF_TENSORS
 
 
 def test_a_header_that_claims_more_than_the_file_holds_allocates_nothing(tmp_path: Path) -> None:

@@ -302,6 +302,29 @@ def test_shards_that_another_export_finishes_meanwhile_stay_listed(
     assert tree(out) == tree(whole)
 
 
+def test_what_another_export_begins_behind_the_lock_is_left_to_it(
+    tmp_path: Path, spread: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    right = export_module.FileLock
+
+    class ThenAnother(right):  # type: ignore[misc, valid-type]
+        def __exit__(self, *exc: object) -> None:
+            super().__exit__(*exc)  # type: ignore[arg-type]
+            monkeypatch.setattr(export_module, "FileLock", right)
+            with pytest.raises(KeyboardInterrupt):
+                export(spread, out, split=SPLIT, only=[0], progress=Stop(45))
+
+    monkeypatch.setattr(export_module, "FileLock", ThenAnother)
+    export(spread, out, split=SPLIT, only=[1])
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-00/*.weights")}
+    assert kept
+    assert (out / ".export" / "journal").exists()
+    export(spread, out, split=SPLIT, only=[0, 2])
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert tree(out) == tree(whole)
+
+
 def test_exo_23_a_deleted_part_and_a_deleted_file_are_fetched_again(
     tmp_path: Path, spread: Path, whole: Path
 ) -> None:
@@ -379,26 +402,53 @@ def test_the_command_judges_the_shards_before_it_reads(tmp_path: Path) -> None:
             run(tmp_path / "absent", tmp_path / "out", "--shards", "3", f"--only-shards={text}")
 
 
+UNHURRIED = """
+import sys, time
+from pathlib import Path
+from cascadia_p2p.__main__ import start
+from cascadia_p2p.shards.files import WholeFile
+from cascadia_p2p.shards.journal import Journal
+
+right, note, begun = WholeFile.write, Journal.note, []
+
+def noted(self, *args):
+    note(self, *args)
+    begun.append(True)
+
+def write(self, offset, values):
+    right(self, offset, values)
+    if begun:
+        time.sleep(600)
+
+Journal.note, WholeFile.write = noted, write
+raise SystemExit(start())
+"""
+"""The command, which does not get beyond the second file."""
+
+
 def noted(out: Path) -> list[str]:
     """The files that an export under way has noted as finished."""
-    journal = out / ".export" / "journal"
-    lines = journal.read_text().splitlines() if journal.exists() else []
+    try:
+        lines = (out / ".export" / "journal").read_text().splitlines()
+    except FileNotFoundError:
+        lines = []
     return [found[1] for found in (re.match(r'\{"place":"([^"]+)"', line) for line in lines) if found]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
-    # Large enough that much is left to do when the first file is there.
-    recipe = replace(RECIPE, hidden=256, expert_width=256, experts=20)
-    source = make_checkpoint(tmp_path / "in", recipe, spelling="A", encoding="BF16", files=9)
+    source = make_checkpoint(tmp_path / "in", RECIPE, spelling="A", encoding="BF16", files=9)
     out = tmp_path / "out"
-    words = [
-        sys.executable, "-m", "cascadia_p2p", "export", str(source), str(out),
-        "--split", "3,2,2", "--only-shards", "0,2",
-    ]  # fmt: skip
+    words = ["export", str(source), str(out), "--split", "3,2,2", "--only-shards", "0,2"]
     here = Path(__file__).resolve().parents[2]
-    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
-    limit = time.monotonic() + 60.0
+    child = subprocess.Popen(
+        [sys.executable, "-c", UNHURRIED, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=here,
+    )
+    limit = time.monotonic() + 100.0
     while not noted(out) and child.poll() is None:
         assert time.monotonic() < limit
         time.sleep(0.002)
@@ -410,7 +460,8 @@ def test_ctrl_c_leaves_what_the_same_command_finishes(tmp_path: Path) -> None:
     assert not (out / "manifest.json").exists()
     kept = {out / place: (out / place).stat().st_mtime_ns for place in noted(out)}
     assert kept
-    again = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=here, check=True)
+    command_line = [sys.executable, "-m", "cascadia_p2p", *words]
+    again = subprocess.run(command_line, capture_output=True, text=True, timeout=100, cwd=here, check=True)
     assert again.stdout == f"{out / 'manifest.json'}\n"
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     for shard in (0, 2):

@@ -15,7 +15,7 @@ def test_the_benchmark_runs_and_reports(tmp_path: Path) -> None:
     command += ["--nodes", "3", "--turns", "40", "--rounds", "1", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
     assert ran.returncode == 0, ran.stderr
     assert "turn of 3 nodes, ours" in ran.stderr

@@ -26,7 +26,10 @@ def attack(port, kind):
         made.sendall(b"\\xff" + bytes(8) + b"\\x7f\\3\\1NULL" + bytes(48))
         greeting = b""
         while len(greeting) < 64:
-            greeting += made.recv(4096)
+            part = made.recv(4096)
+            if not part:
+                return
+            greeting += part
         made.sendall(frame(b"\\5READY" + named(b"Socket-Type", kind) + named(b"Identity", b""), 4))
         time.sleep(0.2)
         one = frame(b"x", 1) + frame(b"y") if kind == b"PUSH" else frame(b"", 1) + frame(b"{}")
@@ -62,6 +65,7 @@ asyncio.run(main(sys.argv[1]))
 CLIENT = """
 import asyncio, sys, threading, time, zmq
 from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.transport import client_connection
 from cascadia_p2p.transport.client_connection import AsyncClientConnection
 from cascadia_p2p.types import Endpoint
 
@@ -70,6 +74,9 @@ head = context.socket(zmq.ROUTER)
 head.setsockopt(zmq.SNDHWM, 0)
 head.setsockopt(zmq.LINGER, 10000)
 head.setsockopt(zmq.HEARTBEAT_IVL, 100)
+# Only `close` ends the connection, however long either side is held up.
+head.setsockopt(zmq.HEARTBEAT_TIMEOUT, 60000)
+client_connection.HEARTBEAT_TIMEOUT_MS = 60000
 port = head.bind_to_random_port("tcp://127.0.0.1")
 
 def serve():
@@ -80,14 +87,14 @@ def serve():
     head.close()
 
 async def main():
-    async with AsyncClientConnection(Endpoint("127.0.0.1", port)) as connection:
+    async with AsyncClientConnection(Endpoint("127.0.0.1", port), connect_timeout_s=60.0) as connection:
         exchange = await connection.exchange(b"question")
         # A program that lets its loop stand.
         time.sleep(2.0)
         got = 0
         try:
             while True:
-                await exchange.receive(5.0)
+                await exchange.receive(60.0)
                 got += 1
         except CascadiaError as error:
             print(got, type(error).__name__)
@@ -98,11 +105,11 @@ asyncio.run(main())
 
 
 def test_a_client_that_let_its_loop_stand_reads_what_came_and_hears_of_the_end() -> None:
-    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", CLIENT], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "20000 HeadLostError\n"), done.stderr
 
 
 @pytest.mark.parametrize("which", ["client", "control", "data"])
 def test_a_peer_that_breaks_off_ends_no_process(which: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, which], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, which], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr

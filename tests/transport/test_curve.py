@@ -22,7 +22,7 @@ from cascadia_p2p.transport.curve import Authenticator, Domain, KeyPair, Keys, K
 from cascadia_p2p.transport.data import DataReceiver, DataSender
 from cascadia_p2p.transport.network import Network
 
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 FLEET, OTHER, CLIENT = KeyPair.new(), KeyPair.new(), KeyPair.new()
 LAN = "127.0.0.2"
 """Stands for an address that others reach."""
@@ -54,7 +54,7 @@ def run(scenario: Callable[[Network], Coroutine[Any, Any, None]], keys: Keys | N
     asyncio.run(bounded())
 
 
-async def until(true: Callable[[], bool], limit_s: float = 10.0) -> None:
+async def until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
     async with asyncio.timeout(limit_s):
         while not true():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.01)
@@ -137,7 +137,7 @@ def test_a_frame_as_large_as_allowed_is_not_too_large_once_it_is_encrypted() -> 
     with Network(NODE) as here, Network(NODE) as there:
         receiver = DataReceiver(here, "127.0.0.1", 0, max_part=rows.nbytes)
         sender = DataSender(there, receiver.endpoint)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         while not sender.send(b"header", rows):
             assert time.monotonic() < deadline
             sender.wait(100)
@@ -158,7 +158,7 @@ def test_frames_arrive_with_the_fleets_key_only(keys: Keys | None) -> None:
     with Network(NODE) as here, Network(keys) as there:
         receiver = DataReceiver(here, "127.0.0.1", 0, max_part=1 << 20)
         sender = DataSender(there, receiver.endpoint)
-        deadline = time.monotonic() + (10 if keys is NODE else 1.0)
+        deadline = time.monotonic() + (DEADLINE_S if keys is NODE else 1.0)
         got, sent = None, False
         while time.monotonic() < deadline and got is None:
             sent = sent or sender.send(b"header", rows)
@@ -185,8 +185,11 @@ def test_an_authenticator_whose_callback_raises_refuses_and_goes_on() -> None:
     angry = threading.Event()
     angry.set()
 
+    raised: list[bytes] = []
+
     def raising(domain: Domain, key: bytes) -> bool:
         if angry.is_set():
+            raised.append(key)
             raise RuntimeError("a bug in the callback")
         return admit(domain, key)
 
@@ -194,15 +197,17 @@ def test_an_authenticator_whose_callback_raises_refuses_and_goes_on() -> None:
         server = ControlServer(network, "127.0.0.1", 0)
         for _ in range(2):
             assert await dialled(NODE, server) is Dial.OTHER_KEY
-        assert network.turned_away == 2
         assert network.guarded
         angry.clear()
         assert await dialled(NODE, server) is Dial.CONNECTED
+        # Before it is closed, a dialer that was refused may have tried again.
+        assert len(raised) >= 2
+        assert network.turned_away == len(raised)
         server.close()
 
     with structlog.testing.capture_logs() as said:
         run(scenario, Keys(FLEET, FLEET.public, raising))
-    assert [line["event"] for line in said] == ["authentication_failed"] * 2
+    assert [line["event"] for line in said] == ["authentication_failed"] * len(raised)
 
 
 @pytest.mark.parametrize("answer", [1, "yes", b"200", object()], ids=["one", "yes", "200", "object"])
@@ -244,8 +249,8 @@ def test_an_authenticator_that_died_leaves_every_port_shut(monkeypatch: pytest.M
         monkeypatch.setattr(
             Authenticator, "_answer", lambda _self, _question: (_ for _ in ()).throw(MemoryError())
         )
-        assert not knock(NODE, server.endpoint.port)
-        await until(lambda: not network.guarded)
+        while network.guarded:
+            assert not knock(NODE, server.endpoint.port)
         monkeypatch.undo()
         for keys in (NODE, STRANGER, None):
             assert not knock(keys, server.endpoint.port)
@@ -306,7 +311,7 @@ def test_questions_of_other_shapes_are_refused(question: list[bytes]) -> None:
         with structlog.testing.capture_logs():
             judge = Authenticator(network.context, admit)
             asker = network.context.socket(zmq.REQ)
-            asker.setsockopt(zmq.RCVTIMEO, 5000)
+            asker.setsockopt(zmq.RCVTIMEO, 60_000)
             asker.connect("inproc://zeromq.zap.01")
             asker.send_multipart(question or [b""])
             assert asker.recv_multipart()[2] == b"400"
@@ -348,10 +353,10 @@ def test_one_door_is_plain_on_its_own_pc_and_guarded_on_the_lan() -> None:
     async def scenario(network: Network) -> None:
         async with client_door(network) as (_, plain, guarded, _gone):
             for endpoint, keys in ((plain, None), (guarded, ALICE), (guarded, NODE)):
-                async with AsyncClientConnection(endpoint, keys=keys) as connection:
-                    assert await connection.request(b"question", 5.0) == b"question"
-                with ClientConnection(endpoint, keys=keys) as blocking:
-                    assert await asyncio.to_thread(blocking.request, b"question", 5.0) == b"question"
+                async with AsyncClientConnection(endpoint, keys=keys, connect_timeout_s=60.0) as connection:
+                    assert await connection.request(b"question", 60.0) == b"question"
+                with ClientConnection(endpoint, keys=keys, connect_timeout_s=60.0) as blocking:
+                    assert await asyncio.to_thread(blocking.request, b"question", 60.0) == b"question"
             for endpoint, keys, words in (
                 (guarded, None, "takes only clients with a key"),
                 (guarded, STRANGER, "does not admit this key"),
@@ -368,9 +373,9 @@ def test_one_door_is_plain_on_its_own_pc_and_guarded_on_the_lan() -> None:
                 ):
                     await asyncio.to_thread(blocking.request, b"secret", 60.0)
                 assert time.monotonic() - started < 30.0, "it knows long before the time is over"
-            async with AsyncClientConnection(guarded, keys=OTHER_FLEET, connect_timeout_s=3.0) as connection:
+            async with AsyncClientConnection(guarded, keys=OTHER_FLEET, connect_timeout_s=5.0) as connection:
                 with pytest.raises(UnreachableError, match="another fleet's key"):
-                    await connection.request(b"secret", 5.0)
+                    await connection.request(b"secret", 60.0)
 
     run(scenario)
 
@@ -391,11 +396,11 @@ def test_a_withdrawn_key_ends_its_connections_and_no_others() -> None:
         bob = KeyPair.new()
         ADMITTED.add(bob.public)
         async with client_door(network) as (server, plain, guarded, gone):
-            alice = AsyncClientConnection(guarded, keys=ALICE)
-            second = AsyncClientConnection(guarded, keys=Keys(bob, FLEET.public))
-            local = AsyncClientConnection(plain)
+            alice = AsyncClientConnection(guarded, keys=ALICE, connect_timeout_s=60.0)
+            second = AsyncClientConnection(guarded, keys=Keys(bob, FLEET.public), connect_timeout_s=60.0)
+            local = AsyncClientConnection(plain, connect_timeout_s=60.0)
             for connection in (alice, second, local):
-                assert await connection.request(b"question", 5.0) == b"question"
+                assert await connection.request(b"question", 60.0) == b"question"
             with Network(ALICE) as there:
                 silent = there.socket(zmq.DEALER, linger_ms=0, max_part=1 << 16)
                 there.present(silent)
@@ -404,20 +409,20 @@ def test_a_withdrawn_key_ends_its_connections_and_no_others() -> None:
                 await until(lambda: server.connections == 4)
                 ADMITTED.discard(CLIENT.public)
                 server.expel()
-                await until(lambda: server.connections == 2, 5.0)
+                await until(lambda: server.connections == 2)
                 assert server.expelled == 2, "who had asked, and who had been silent"
                 # Whoever is refused tries again, and each try is a connection that ends.
-                assert {1, 4} <= set(gone)
+                await until(lambda: {1, 4} <= set(gone))
                 assert not {2, 3} & set(gone)
                 await asyncio.sleep(0.3)
                 assert not silent.poll(0, zmq.POLLOUT)
                 silent.close()
             with pytest.raises(UnreachableError):
-                await alice.request(b"again", 5.0)
+                await alice.request(b"again", 60.0)
             with pytest.raises(NotAdmittedError):
-                await alice.request(b"again", 5.0)
+                await alice.request(b"again", 60.0)
             for connection in (second, local):
-                assert await connection.request(b"question", 5.0) == b"question"
+                assert await connection.request(b"question", 60.0) == b"question"
             for connection in (alice, second, local):
                 await connection.close()
 
@@ -429,11 +434,11 @@ def test_a_message_of_a_withdrawn_key_is_not_taken() -> None:
 
     async def scenario(network: Network) -> None:
         async with client_door(network) as (server, _, guarded, _gone):
-            alice = AsyncClientConnection(guarded, keys=ALICE)
-            assert await alice.request(b"question", 5.0) == b"question"
+            alice = AsyncClientConnection(guarded, keys=ALICE, connect_timeout_s=60.0)
+            assert await alice.request(b"question", 60.0) == b"question"
             ADMITTED.discard(CLIENT.public)
             with pytest.raises(UnreachableError):
-                await alice.request(b"again", 5.0)
+                await alice.request(b"again", 60.0)
             await until(lambda: server.connections == 0)
             await alice.close()
 

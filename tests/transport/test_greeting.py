@@ -23,7 +23,7 @@ from cascadia_p2p.transport.greeting import Greetings, read_mechanism, why_hung_
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 FLEET = KeyPair.new()
 HELLO = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 SIGNATURE = 10
@@ -78,6 +78,7 @@ def test_a_node_knows_a_door_that_hung_up_first(
     monkeypatch: pytest.MonkeyPatch, theirs: Keys | None, ours: Keys | None, dial: Dial
 ) -> None:
     monkeypatch.setattr(control, "failed_handshake", hung_up_first)
+    monkeypatch.setattr(greeting, "GREETING_S", DEADLINE_S)
 
     async def scenario() -> None:
         with Network(theirs) as there, Network(ours) as here:
@@ -193,9 +194,7 @@ def test_looks_at_the_mute_leave_the_loops_threads_to_others(
                 while len(mutes.looks) < len(mutes.endpoints) and not threads:  # noqa: ASYNC110 - another thread's
                     await asyncio.sleep(0.01)
             assert not threads
-            with socket.create_server(("127.0.0.1", 0)) as closing:
-                refusing = Endpoint(*closing.getsockname())
-            assert await knock(refusing, DEADLINE_S) is Dial.REFUSED
+            assert await knock(Endpoint("127.0.0.1", free_ports()), DEADLINE_S) is Dial.REFUSED
             assert not threads
             for task in tasks:
                 task.cancel()

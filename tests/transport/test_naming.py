@@ -78,6 +78,17 @@ def test_pet_05_the_address_that_answers_is_taken_at_once(
     assert time.monotonic() - started < 10.0, "nobody waits for those that are silent"
 
 
+def test_pet_05_what_answered_while_this_pc_was_busy_is_taken(
+    names: Names, listening: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = listening("127.0.0.1")
+    names(pc=[SILENT, "127.0.0.1"])
+    # Nobody looks before the time is over.
+    clock = iter([0.0, 1000.0, 1000.0])
+    monkeypatch.setattr("cascadia_p2p.transport.naming.time.monotonic", lambda: next(clock))
+    assert locate(Endpoint("pc", port), 20.0) == Endpoint("127.0.0.1", port)
+
+
 def test_pet_05_without_any_that_answers_one_is_named_soon(names: Names) -> None:
     names(pc=[SILENT, "fd99::7"], scoped=["fe80::1"])
     assert locate(Endpoint("pc", 9), 0.05).host in (SILENT, "fd99::7")
