@@ -21,6 +21,8 @@ from cluster.sockets import ask, plain
 from cluster.standing import StandingRing, standing_ring
 from fixtures.reference import load_case
 
+from cascadia_p2p.cli import main
+from cascadia_p2p.cli import status as status_command
 from cascadia_p2p.client import Client
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.transport.network import allow_many_descriptors
@@ -212,12 +214,16 @@ def test_exo_15_a_cancel_by_id_ends_the_work_within_one_token(ring: StandingRing
 # --- rows of the field --------------------------------------------------------------------------------------
 
 
-def test_rpc_13_the_stage_that_is_slow_is_the_one_that_status_names(ring: StandingRing) -> None:
+def test_rpc_13_the_stage_that_is_slow_is_the_one_that_status_names(
+    ring: StandingRing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # However long a busy machine's nodes take to say where their time goes.
+    monkeypatch.setattr(status_command, "WORK_S", 60.0)
     rest(ring)
     with steady(ring, 0.05), Client(ring.endpoint) as client:
         client.generate([5], max_tokens=60, ignore_eos=True)
-    command = [sys.executable, "-m", "cascadia_p2p", "status", "--endpoint", str(ring.endpoint)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert main(["status", "--endpoint", str(ring.endpoint)]) == 0
+    shown = capsys.readouterr().out
     assert "stage 1 (" in shown
     (line,) = [line for line in shown.splitlines() if "is the slowest" in line]
     assert line.startswith("stage 1 (")
