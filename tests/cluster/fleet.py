@@ -19,7 +19,7 @@ from cascadia_p2p.node.node import Node
 from cascadia_p2p.node.places import Places
 from cascadia_p2p.types import Endpoint
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ from cascadia_p2p.types import Endpoint
 
 T = TypeVar("T")
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class StandingRing:
@@ -75,7 +75,8 @@ class StandingRing:
 
     def __enter__(self) -> StandingRing:
         self._thread.start()
-        self._ready.wait(PATIENCE_S)
+        # What takes too long in there is said there.
+        self._ready.wait()
         if self._failure is not None:
             self._thread.join()
             raise self._failure
