@@ -58,7 +58,7 @@ said = {
 doors = {}
 for port in map(int, sys.argv[2].split(",")):
     for name, words in said.items():
-        door = doors[f"{port} {name}"] = socket.create_connection((sys.argv[1], port), 5)
+        door = doors[f"{port} {name}"] = socket.create_connection((sys.argv[1], port), 60)
         try:
             door.sendall(words)
         except OSError:
@@ -219,7 +219,8 @@ def test_a_closed_fleet_answers_its_own_and_shows_strangers_nothing(world: World
     words = f"CONTROL-WORDS {list(PROMPT.ids)}"
     sender = f"import socket; socket.socket(2, 2).sendto({words!r}.encode(), ({ips[HEAD]!r}, 9))"
     lab.run(STRANGER, [sys.executable, "-c", sender])
-    time.sleep(0.3)
+    # The switch may take it late.
+    time.sleep(3.0)
     lab.capture(None)
     look_at(world, (world.root / "cables").read_bytes(), answer["text"])
     no_secret_was_shown(world, nodes)

@@ -231,11 +231,12 @@ def test_a_head_that_is_asked_to_end_answers_what_it_has_just_taken(shards: Shar
             await ring.open()
             whole = (await ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True)).token_ids
             await asyncio.sleep(0.2)
-            asked = asyncio.create_task(ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True))
-            # Not by ticks of the node: the last one knew of nothing that runs.
-            while head.node.status()["requests"]["running"] != 1:  # type: ignore[index,call-overload]  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            head.node.drain("the test asks it")
+            with slowed(head, 0.005):
+                asked = asyncio.create_task(ask(head, PROMPT.ids, max_tokens=LENGTH, ignore_eos=True))
+                # Not by ticks of the node: the last one knew of nothing that runs.
+                while head.node.status()["requests"]["running"] != 1:  # type: ignore[index,call-overload]  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                head.node.drain("the test asks it")
             assert (await asked).token_ids == whole
 
     run(scenario())
