@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from cluster.fleet import Fleet, Member, fleet
 
+from cascadia_p2p.config import Limits
 from cascadia_p2p.types import Endpoint
 
 T = TypeVar("T")
@@ -29,7 +30,9 @@ class StandingRing:
     """
 
     def __init__(self, root: Path, model: Path, shards: int, **settings: Any) -> None:
-        self._root, self._model, self._shards, self._settings = root, model, shards, settings
+        self._root, self._model, self._shards = root, model, shards
+        # A machine that stalls again and again loses no node of a ring that is to stand.
+        self._settings = {"limits": Limits(gone_s=30.0, stuck_s=30.0)} | settings
         self._ready = threading.Event()
         self._over: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
