@@ -388,7 +388,7 @@ def test_eleven_nodes_without_a_shard_take_each_one_once(shards: Shards, tmp_pat
         split = (1,) * 10 + (2,)
         model = shards(CASE, split)
         async with fleet(tmp_path) as ring:
-            # Two that hear of each other late may both take the first shard: a stall must not look like quiet.
+            # Two that hear of each other late may both take the first shard: no stall is to look like quiet.
             limits = Limits(settle_s=5.0)
             await ring.start(model, limits=limits)
             await asyncio.gather(*(ring.start(model, limits=limits) for _ in split[1:]))
