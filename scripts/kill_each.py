@@ -34,7 +34,7 @@ from typing import Final, TypeAlias
 
 from crowds.seats import SAMPLE, Machine, Seats, client_endpoint, seated
 
-from cascadia_p2p.client import AsyncClient
+from cascadia_p2p.client import AsyncClient, Options
 from cascadia_p2p.local import free_ports
 from cascadia_p2p.logs import configure_logs
 
@@ -93,18 +93,21 @@ class Killing:
 
     Args:
         seats: the processes.
+        tokens: of each answer.
     """
 
-    def __init__(self, seats: Seats) -> None:
+    def __init__(self, seats: Seats, tokens: int) -> None:
         self.seats = seats
         self.client = client_endpoint(seats.seats[0])
+        self.tokens = tokens
         self.expected: dict[int, tuple[int, ...]] = {}
 
     async def undisturbed(self, clients: int) -> None:
         """Learn what each client must get."""
         await self.seats.whole()
         async with AsyncClient(self.client, timeout_s=CASE_S) as client:
-            asked = [client.generate(prompt(i), max_tokens=TOKENS, ignore_eos=True) for i in range(clients)]
+            options: Options = {"max_tokens": self.tokens, "ignore_eos": True}
+            asked = [client.generate(prompt(i), **options) for i in range(clients)]
             for number, reply in enumerate(await asyncio.gather(*asked)):
                 self.expected[number] = reply.token_ids
 
@@ -127,7 +130,7 @@ class Killing:
                     self.seats.start(seat)
 
         async def read(client: AsyncClient, number: int) -> tuple[int, ...]:
-            answer = client.stream(prompt(number), max_tokens=TOKENS, ignore_eos=True)
+            answer = client.stream(prompt(number), max_tokens=self.tokens, ignore_eos=True)
             ids: list[int] = []
             if number == 0 and MOMENTS[case.moment] == 0:
                 asyncio.get_running_loop().call_later(0.02, kill)
@@ -187,7 +190,7 @@ def plan(args: argparse.Namespace) -> list[Group]:
 
 async def run(seats: Seats, args: argparse.Namespace) -> list[Case]:
     """All cases, one after the other."""
-    killing = Killing(seats)
+    killing = Killing(seats, args.tokens)
     await killing.undisturbed(args.streams)
     cases: list[Case] = []
     for way, shards, moments in plan(args):
@@ -274,8 +277,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check", action="store_true", help="end with 1 when a bar is missed")
     args = parser.parse_args()
+    args.tokens = TOKENS
     if args.quick:
-        args.nodes, args.streams, args.sample = 3, 6, "tiny12"
+        # Its small model is quick, and some of each answer must be left when the node is killed.
+        args.nodes, args.streams, args.sample, args.tokens = 3, 6, "tiny12", 300
     listed = range(args.nodes) if args.victims is None else args.victims.split(",")
     args.victims = [int(each) for each in listed if each != ""]
     args.moments, args.ways = args.moments.split(","), args.ways.split(",")

@@ -19,6 +19,7 @@ from cascadia_p2p.catalog import KNOWN, pull
 from cascadia_p2p.errors import UnreachableError
 
 ROOT = Path(__file__).resolve().parents[1]
+PORTS = 10_000
 
 # How long an example takes is a matter of how busy the machine is.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,12 +47,21 @@ def ctrl_c() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def ports() -> None:
-    """A range of ports for each worker: one is free until the process that it is for has started."""
+    """A range of ports for each worker: one is free until the process that it is for has started.
+
+    They lie below those that commands choose from, which tests start as processes.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    lowest, width = local.LOWEST_PORT, (local.HIGHEST_PORT - local.LOWEST_PORT) // 4
-    at = lowest + worker % 4 * width
+    width = (local.LOWEST_PORT - PORTS) // 4
+    at = PORTS + worker % 4 * width
     for name, port in (("LOWEST_PORT", at), ("HIGHEST_PORT", at + width - 2)):
         setattr(local, name, port)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def time_to_end() -> None:
+    """As long as a busy machine takes: tests see by the exit code whether a node ended by itself."""
+    local.END_S = 60.0  # type: ignore[misc]
 
 
 @pytest.fixture(scope="session", autouse=True)

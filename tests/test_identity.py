@@ -38,7 +38,7 @@ def hold(root: Path) -> tuple[subprocess.Popen[str], list[str]]:
 def end(process: subprocess.Popen[str], kill: bool = False) -> None:
     if kill:
         process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=90)
 
 
 def test_exo_09_node_id_lasts_and_instance_is_new_at_each_start(tmp_path: Path) -> None:

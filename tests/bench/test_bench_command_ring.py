@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ __all__ = ["run"]
 SLOTS = 6
 TOKENS = 24
 PROTOCOL = Protocol(tokens=TOKENS, least_requests=1)
+LONGER = Protocol(tokens=4 * TOKENS, least_requests=1)
 
 
 def fleet() -> Fleet:
@@ -41,9 +43,15 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture(scope="module")
-def ring() -> Iterator[EmulatedRing]:
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmulatedRing]:
     said: list[str] = []
-    with emulated_ring(Emulation(fleet(), 6144), said.append) as made:
+    # A node that a stalled machine keeps silent for a while is not lost: a ring formed anew is a fault here.
+    limits = tmp_path_factory.mktemp("limits") / "limits.toml"
+    limits.write_text("[limits]\ngone_s = 60.0\nstuck_s = 60.0\n")
+    with ExitStack() as held:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CASCADIA_CONFIG", str(limits))
+            made = held.enter_context(emulated_ring(Emulation(fleet(), 6144), said.append))
         yield made
     assert said[0].startswith("starting 3 nodes")
 
@@ -98,21 +106,22 @@ def test_answers_and_counts_are_right(ring: EmulatedRing) -> None:
 
 @pytest.mark.parametrize("streams", [1, 6])
 def test_rates_are_near_those_of_the_simulator(ring: EmulatedRing, streams: int) -> None:
-    best, possible = 0.0, simulated(streams)
-    for _ in range(5):
+    possible = simulated(streams)
+    tried: list[float] = []
+    for _ in range(20):
         (level,) = measure(ring, streams)
-        assert rate(level) < 1.05 * possible, "stages must not take less time than was asked for"
-        best = max(best, rate(level))
-        # A machine that is busy with other things may spoil a try, but not all of them.
-        if best > 0.75 * possible:
+        tried.append(rate(level) / possible)
+        # A machine that is busy with other things may spoil a try, but not all of them: it slows the ring, or
+        # keeps this process from the first tokens until there are more, which looks like a faster ring.
+        if 0.75 < tried[-1] < 1.05:
             return
-    assert best > 0.75 * possible
+    raise AssertionError(f"shares of the simulator's rate: {tried}")
 
 
 def test_another_client_of_the_ring_is_noticed(ring: EmulatedRing) -> None:
     async def both() -> list[LevelReport]:
         other = asyncio.create_task(_ask_once(ring))
-        levels = await asyncio.to_thread(measure, ring, 2)
+        levels = await asyncio.to_thread(measure, ring, 2, protocol=LONGER)
         await other
         return levels
 
@@ -140,8 +149,10 @@ def test_kept_prefixes_are_counted_and_change_no_answer(ring: EmulatedRing) -> N
 
 async def _ask_once(ring: EmulatedRing) -> None:
     async with AsyncClient(ring.endpoint) as client:
-        # In the middle of the level, which takes a second.
-        await asyncio.sleep(0.3)
+        # In the middle of the level, which takes seconds from when its first request is seen.
+        # Counters have no event.
+        while (await client.status())["requests"]["pending"] == 0:  # type: ignore[index,call-overload]  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await client.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
 
 

@@ -23,8 +23,6 @@ from cascadia_p2p.engine.openvino.device import available_devices
 from cascadia_p2p.local import free_ports
 from cascadia_p2p.wire.frames import PROTOCOL
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="session")
 def model(shards: Shards) -> Path:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from cascadia_p2p.node.node import Node
 from cascadia_p2p.node.places import Places
 from cascadia_p2p.types import Endpoint
 
-PATIENCE_S = 60.0
+PATIENCE_S = 100.0
 
 
 @dataclass
@@ -158,6 +158,25 @@ async def fleet(root: Path, name: str | None = None) -> AsyncIterator[Fleet]:
     finally:
         await made.stop()
         structlog.reset_defaults()
+
+
+@contextlib.contextmanager
+def slowed(member: Member, pause_s: float = 0.02) -> Iterator[None]:
+    """The member's stage takes this much longer for a frame, so that answers outlast what a test does."""
+    loaded = member.node._worker.loaded
+    assert loaded is not None
+    stage = loaded.stage
+    apply = stage.apply
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(pause_s)
+        return apply(*args)
+
+    stage.apply = slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del stage.apply  # type: ignore[method-assign]
 
 
 async def ask(head: Member | Endpoint, prompt: Any, **options: Any) -> Any:

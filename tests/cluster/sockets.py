@@ -11,7 +11,7 @@ import zmq
 
 from cascadia_p2p.types import Endpoint
 
-PATIENCE_MS = 30_000
+PATIENCE_MS = 100_000
 
 
 @contextlib.contextmanager

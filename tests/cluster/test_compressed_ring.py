@@ -59,7 +59,7 @@ def test_processes_give_the_tokens_of_one_node(tmp_path: Path) -> None:
     with LocalRing(model, tmp_path, flags=("--threads", "1", "--slots", "8", "--context", "512")) as ring:
         for shard in range(NODES):
             ring.start_node("--shard", str(shard))
-        served = ring.wait_for("clients_served", 110.0)
+        served = ring.wait_for("clients_served", 240.0)
         endpoint = Endpoint.parse(str(served.fields["endpoint"]))
         alone, together = asyncio.run(ask_both(endpoint))
     assert alone == one

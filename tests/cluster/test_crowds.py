@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 import zmq
 from cluster.conftest import Shards
+from cluster.fleet import slowed
 from cluster.sockets import ask, plain
 from cluster.standing import StandingRing, standing_ring
 from fixtures.reference import load_case
 
+from cascadia_p2p.cli import main
+from cascadia_p2p.cli import status as status_command
 from cascadia_p2p.client import Client
 from cascadia_p2p.errors import ErrorCode, RequestError
 from cascadia_p2p.transport.network import allow_many_descriptors
@@ -28,6 +31,7 @@ from scripts.crowds.crowd import Crowd, Known, ask_at_once
 CASE = load_case("tiny12")
 CONTEXT = 700
 SLOTS = 6
+PAUSE_S = 0.02
 
 CLIENT = """
 import sys, zmq
@@ -89,12 +93,14 @@ def test_200_req_clients_at_once_are_each_answered_once(ring: StandingRing) -> N
 
 def test_beyond_the_queue_requests_are_refused_at_once_and_the_queue_is_shown(ring: StandingRing) -> None:
     body = json.dumps({"token_ids": [5], "max_tokens": 600, "ignore_eos": True})
-    with plain(zmq.DEALER, ring.endpoint) as dealer, plain(zmq.REQ, ring.endpoint) as request:
+    running = lambda: ring.head.node.status()["requests"]["running"]  # type: ignore[index,call-overload]  # noqa: E731
+    with plain(zmq.DEALER, ring.endpoint) as dealer, plain(zmq.REQ, ring.endpoint) as request, steady(ring):
         for _ in range(SLOTS + 300 + 1):
             dealer.send_multipart([b"", body.encode()])
         reply = json.loads(dealer.recv_multipart()[-1])
         assert reply["error"]["code"] == "overloaded"
         assert reply["error"]["retry_after_s"] > 0
+        ring.until(lambda: running() == SLOTS, "all slots are taken")
         shown = ask(request, {"op": "status"})["status"]["requests"]
         assert (shown["queue_limit"], shown["running"]) == (300, SLOTS)
         assert 290 <= shown["queued"] <= 300
@@ -103,17 +109,18 @@ def test_beyond_the_queue_requests_are_refused_at_once_and_the_queue_is_shown(ri
 
 def test_a_place_in_the_queue_is_told_and_then_the_answer_comes(ring: StandingRing) -> None:
     with plain(zmq.DEALER, ring.endpoint) as busy, plain(zmq.DEALER, ring.endpoint) as waits:
-        for number in range(SLOTS + 1):
-            body = {"token_ids": [5], "max_tokens": 600, "ignore_eos": True, "id": str(number)}
-            busy.send_multipart([b"", json.dumps(body).encode()])
 
         def one_waits() -> bool:
             return ring.head.node.status()["requests"]["queued"] >= 1  # type: ignore[index,call-overload,operator,no-any-return]
 
-        ring.until(one_waits, "the last of them waits")
-        body = {"token_ids": list(CASE.prompts[1].ids), "max_tokens": 5, "stream": True, "id": "w"}
-        waits.send_multipart([b"", json.dumps(body).encode()])
-        replies = [json.loads(waits.recv_multipart()[-1])]
+        with steady(ring):
+            for number in range(SLOTS + 1):
+                body = {"token_ids": [5], "max_tokens": 600, "ignore_eos": True, "id": str(number)}
+                busy.send_multipart([b"", json.dumps(body).encode()])
+            ring.until(one_waits, "the last of them waits")
+            body = {"token_ids": list(CASE.prompts[1].ids), "max_tokens": 5, "stream": True, "id": "w"}
+            waits.send_multipart([b"", json.dumps(body).encode()])
+            replies = [json.loads(waits.recv_multipart()[-1])]
         while "finish_reason" not in replies[-1]:
             replies.append(json.loads(waits.recv_multipart()[-1]))
         assert replies[0] in ({"id": "w", "queued": 2}, {"id": "w", "queued": 1})
@@ -149,8 +156,8 @@ def until_cancelled(ring: StandingRing, act: Callable[[], object]) -> tuple[floa
     """Do what makes the client go once its answer is under way: seconds and frames until it is cancelled."""
     ring.until(lambda: ring.head.node.status()["data_thread"]["slots_taken"] == 1, "the answer is under way")
     before = int(ring.call(lambda: ring.head.node.status()["requests"]["cancelled"]))
-    act()
     started, sent = time.monotonic(), frames(ring)
+    act()
     ring.until(lambda: ring.head.node.status()["requests"]["cancelled"] == before + 1, "it is cancelled")
     seconds, at = time.monotonic() - started, frames(ring)
     rest(ring)
@@ -166,8 +173,9 @@ def test_exo_15_a_killed_clients_slot_is_free_on_every_node_at_once(
 ) -> None:
     rest(ring)
     with client_process(ring, kind, **more) as process, steady(ring):
-        seconds, _ = until_cancelled(ring, process.kill)
-    assert seconds < 1.0
+        _, sent = until_cancelled(ring, process.kill)
+    # Two seconds of them; whoever falls silent is noticed later.
+    assert sent < 2.0 / PAUSE_S
     assert taken(ring) == [0, 0, 0]
 
 
@@ -178,26 +186,16 @@ def test_exo_15_a_client_that_falls_silent_is_noticed_by_the_heartbeat(ring: Sta
     slow = ring.head.node._worker._data
     assert slow.alive
     with client_process(ring, "REQ", max_tokens=CONTEXT - 10) as process, steady(ring):
-        seconds, _ = until_cancelled(ring, lambda: os.kill(process.pid, signal.SIGSTOP))
-        assert 1.5 < seconds < 6.0
+        seconds, sent = until_cancelled(ring, lambda: os.kill(process.pid, signal.SIGSTOP))
+        assert seconds > 1.5
+        assert sent < 6.0 / PAUSE_S
 
 
 @contextlib.contextmanager
-def steady(ring: StandingRing, pause_s: float = 0.02) -> Iterator[None]:
+def steady(ring: StandingRing, pause_s: float = PAUSE_S) -> Iterator[None]:
     """The second stage takes this much longer for a frame, so that an answer outlasts the test."""
-    stage = ring.fleet.members[1].node._worker.loaded
-    assert stage is not None
-    apply = stage.stage.apply
-
-    def slowly(*args: Any) -> Any:
-        time.sleep(pause_s)
-        return apply(*args)
-
-    stage.stage.apply = slowly  # type: ignore[method-assign]
-    try:
+    with slowed(ring.fleet.members[1], pause_s):
         yield
-    finally:
-        del stage.stage.apply  # type: ignore[method-assign]
 
 
 def test_exo_15_a_cancel_by_id_ends_the_work_within_one_token(ring: StandingRing) -> None:
@@ -216,12 +214,16 @@ def test_exo_15_a_cancel_by_id_ends_the_work_within_one_token(ring: StandingRing
 # --- rows of the field --------------------------------------------------------------------------------------
 
 
-def test_rpc_13_the_stage_that_is_slow_is_the_one_that_status_names(ring: StandingRing) -> None:
+def test_rpc_13_the_stage_that_is_slow_is_the_one_that_status_names(
+    ring: StandingRing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # However long a busy machine's nodes take to say where their time goes.
+    monkeypatch.setattr(status_command, "WORK_S", 60.0)
     rest(ring)
     with steady(ring, 0.05), Client(ring.endpoint) as client:
         client.generate([5], max_tokens=60, ignore_eos=True)
-    command = [sys.executable, "-m", "cascadia_p2p", "status", "--endpoint", str(ring.endpoint)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert main(["status", "--endpoint", str(ring.endpoint)]) == 0
+    shown = capsys.readouterr().out
     assert "stage 1 (" in shown
     (line,) = [line for line in shown.splitlines() if "is the slowest" in line]
     assert line.startswith("stage 1 (")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster.conftest import Shards
-from cluster.fleet import Fleet, Member, ask, fleet
+from cluster.fleet import Fleet, Member, ask, fleet, slowed
 from fixtures.reference import load_case
 
 from cascadia_p2p.transport.data import DataReceiver, DataTransport
@@ -61,11 +61,13 @@ async def disturbed(ring: Fleet, head: Member, twin: FaultyTransport, whole: tup
     epoch = head.node.measure().epoch
     frames = head.node.measure().data.frames_in
     asked = [ask(head, CASE.prompts[1].ids, max_tokens=LENGTH, ignore_eos=True) for _ in range(STREAMS)]
-    waiting = [asyncio.create_task(each) for each in asked]
-    await ring.until(lambda: head.node.measure().data.frames_in > frames + 20, "streams run")
-    twin.active = True
-    await ring.until(lambda: twin.counts.faults == 1, "the fault is committed")
-    assert not any(each.done() for each in waiting)
+    # That they still run is certain, however late this is seen to; that frames follow closely, too.
+    with slowed(head, 0.005):
+        waiting = [asyncio.create_task(each) for each in asked]
+        await ring.until(lambda: head.node.measure().data.frames_in > frames + 20, "streams run")
+        twin.active = True
+        await ring.until(lambda: twin.counts.faults == 1, "the fault is committed")
+        assert not any(each.done() for each in waiting)
     assert [reply.token_ids for reply in await asyncio.gather(*waiting)] == [whole] * STREAMS
     return head.node.measure().epoch - epoch
 
@@ -89,7 +91,7 @@ def test_pri_08_a_frame_that_does_not_come_as_it_was_sent_changes_no_token(
     )
 
     async def scenario() -> None:
-        async with asyncio.timeout(60), fleet(tmp_path) as ring:
+        async with asyncio.timeout(250), fleet(tmp_path) as ring:
             model = shards(CASE, SPLIT)
             # One row a frame, so that frames follow each other closely.
             settings = {"rows": 1, "slots": STREAMS}

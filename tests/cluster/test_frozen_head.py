@@ -56,9 +56,14 @@ async def frozen(node: LocalNode) -> AsyncIterator[None]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="processes can not be frozen here")
-def test_a_frozen_head_that_wakes_has_been_replaced_and_serves_nobody(shards: Shards, tmp_path: Path) -> None:
+def test_a_frozen_head_that_wakes_has_been_replaced_and_serves_nobody(
+    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reader goes on at the standby: every token once, as without the loss."""
     flags = ("--threads", "1", "--slots", "4", "--context", "1024")
+
+    # However long a busy machine takes to look.
+    monkeypatch.setattr("cascadia_p2p.client.FIND_S", 60.0)
 
     async def scenario(ring: LocalRing) -> None:
         ports = [Endpoint(HOST, free_ports()) for _ in range(2)]

@@ -33,12 +33,13 @@ from cascadia_p2p.types import Endpoint
 CASE = load_case("tiny12")
 PROMPT = CASE.prompts[1]
 START_S = 180.0
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 CROWD = 1000
 MORE_MB = 300.0
 MORE_LINES = 60
 ZMQ_PORTS = ("control", "data", "client")
-LIMITS = "[limits]\nstuck_s = 1.0\n"
+# A node that a stalled machine keeps silent for a while is not lost: formations are counted here.
+LIMITS = "[limits]\ngone_s = 15.0\nstuck_s = 5.0\n"
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -83,8 +84,10 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
     running, complete = secrets.token_hex(16), secrets.token_hex(16)
     drawn: dict[str, object] = {"max_tokens": LENGTH, "temperature": 1.5, "stream": True}
     with LocalRing(shards(CASE, (6, 6)), tmp_path, flags=FLAGS) as ring, ThreadPoolExecutor(2) as pool:
+        slow = tmp_path / "slow"
         head = ring.start_node(*serves)
-        ring.start_node("--shard", "1")
+        program = (sys.executable, str(Path(__file__).with_name("slow.py")), str(slow))
+        ring.start_node("--shard", "1", program=program)
         # Both are to serve clients at the same port: the second only when it has met the first.
         ring.wait_for("ring_open", PATIENCE_S)
         ring.start_node(*serves)
@@ -97,6 +100,8 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
             until(lambda: not status(client)["journal"]["told"][0]["unread_bytes"], "the standby knows all")
             begun = threading.Event()
             notices: list[str] = []
+            # Much of each answer is still to come when the head is killed.
+            slow.write_text("0.02")
             scored = pool.submit(read_scored, client, begun, notices)
             with_library = pool.submit(whole, client)
             send(dealer, running, **drawn)
@@ -104,6 +109,7 @@ def test_answers_go_on_at_the_standby_of_a_head_that_was_killed(shards: Shards, 
             assert begun.wait(PATIENCE_S)
             head.process.kill()
             head.process.wait()
+            slow.unlink()
         with plain(zmq.DEALER, client) as dealer:
             send(dealer, running, **drawn)
             pieces = [heard(dealer)]

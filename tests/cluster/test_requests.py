@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 from cluster.conftest import Shards
+from cluster.fleet import slowed
 from cluster.sockets import ask, plain
 from cluster.standing import StandingRing, standing_ring
 from fixtures.reference import load_case
@@ -193,10 +194,11 @@ def test_the_id_comes_back_with_answers_errors_and_status(request_socket: zmq.So
 def test_an_id_that_is_still_being_answered_is_refused(ring: StandingRing) -> None:
     body = json.dumps(short(max_tokens=60, ignore_eos=True, id="twice")).encode()
     with plain(zmq.DEALER, ring.endpoint) as one, plain(zmq.DEALER, ring.endpoint) as other:
-        for socket in (one, one, other):
-            socket.send_multipart([b"", body])
-        replies = [json.loads(one.recv_multipart()[1]) for _ in range(2)]
-        refusal, answer = sorted(replies, key=lambda reply: "error" not in reply)
+        with slowed(ring.head, 0.1):
+            for socket in (one, one, other):
+                socket.send_multipart([b"", body])
+            refusal = json.loads(one.recv_multipart()[1])
+        answer = json.loads(one.recv_multipart()[1])
         assert refusal["id"] == "twice"
         assert "'twice' is still being answered" in refusal["error"]["message"]
         assert len(answer["token_ids"]) == 60
@@ -208,7 +210,7 @@ def test_an_id_that_is_still_being_answered_is_refused(ring: StandingRing) -> No
 
 
 def test_a_cancelled_request_ends_once_and_its_slot_is_free(ring: StandingRing) -> None:
-    with plain(zmq.DEALER, ring.endpoint) as dealer:
+    with plain(zmq.DEALER, ring.endpoint) as dealer, slowed(ring.head):
 
         def send(body: dict[str, Any]) -> None:
             dealer.send_multipart([b"", json.dumps(body).encode()])
@@ -262,13 +264,14 @@ def test_many_clients_at_once_each_get_their_own_answer(ring: StandingRing) -> N
 def test_one_request_hides_no_other_behind_a_full_ring(ring: StandingRing) -> None:
     """Status and refusals do not wait for slots."""
     with plain(zmq.DEALER, ring.endpoint) as busy, plain(zmq.REQ, ring.endpoint) as socket:
-        for number in range(6):
-            body = json.dumps(short(max_tokens=100, ignore_eos=True, id=str(number))).encode()
-            busy.send_multipart([b"", body])
-        busy.poll()
-        pending = ask(socket, {"op": "status"})["status"]["requests"]["pending"]
-        assert ask(socket, {"prompt": ""})["error"]["code"] == "bad_request"
-        assert pending > 0
+        with slowed(ring.head, 0.1):
+            for number in range(6):
+                body = json.dumps(short(max_tokens=100, ignore_eos=True, id=str(number))).encode()
+                busy.send_multipart([b"", body])
+            ring.until(lambda: ring.head.node.status()["requests"]["pending"] == 6, "all are there")
+            pending = ask(socket, {"op": "status"})["status"]["requests"]["pending"]
+            assert ask(socket, {"prompt": ""})["error"]["code"] == "bad_request"
+            assert pending == 6
         replies = [json.loads(busy.recv_multipart()[1]) for _ in range(6)]
         assert {len(reply["token_ids"]) for reply in replies} == {100}
         assert len({tuple(reply["token_ids"]) for reply in replies}) == 1

@@ -22,17 +22,16 @@ CASE = load_case("tiny12")
 STREAMS = 40
 TOKENS = 24
 PATIENCE_S = 120.0
-STOPPED_S = 3.5
-"""A silent node is gone after 2 s."""
 
 
-async def one(client: AsyncClient, prompt: Prompt, notices: set[str]) -> str:
+async def one(client: AsyncClient, prompt: Prompt, begun: asyncio.Event, notices: set[str]) -> str:
     """How one request ended; whatever came of its answer must be right."""
     ids: list[int] = []
     try:
         async with client.stream(prompt.ids, max_tokens=TOKENS) as answer:
             async for piece in answer:
                 ids += piece.token_ids
+                begun.set()
                 notices |= {piece.notice} if piece.notice is not None else set()
                 assert tuple(ids) == prompt.generated[: len(ids)]
     except RequestError as error:
@@ -44,7 +43,11 @@ async def one(client: AsyncClient, prompt: Prompt, notices: set[str]) -> str:
 
 
 async def all_at_once(
-    endpoint: str, prompts: Sequence[Prompt], stopped: asyncio.Event, notices: set[str]
+    endpoint: str,
+    prompts: Sequence[Prompt],
+    begun: asyncio.Event,
+    stopped: asyncio.Event,
+    notices: set[str],
 ) -> Counter[str]:
     """Streams that are asked one after another, again and again, until the stage has stopped and they end."""
     endings: Counter[str] = Counter()
@@ -52,7 +55,7 @@ async def all_at_once(
     async def visitor(number: int) -> None:
         async with AsyncClient(endpoint, timeout_s=PATIENCE_S) as client:
             while True:
-                ending = await one(client, prompts[number % len(prompts)], notices)
+                ending = await one(client, prompts[number % len(prompts)], begun, notices)
                 endings[ending] += 1
                 if stopped.is_set() or ending != "finished":
                     return
@@ -71,7 +74,7 @@ def test_ring_10_a_stage_that_stops_ends_or_delays_every_stream_and_is_named(
     with LocalRing(model, tmp_path, flags=("--threads", "1", "--slots", "16", "--queue", "64")) as ring:
         for shard in range(3):
             ring.start_node("--shard", str(shard))
-        endpoint = str(ring.wait_for("clients_served", 60.0).fields["endpoint"])
+        endpoint = str(ring.wait_for("clients_served", PATIENCE_S).fields["endpoint"])
         for stage in range(3):
             asyncio.run(stall(ring, endpoint, stage))
         # After all of it the ring answers as before.
@@ -86,14 +89,18 @@ async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     for _ in ring.events(0.01):
         # What was said before is not about this.
         pass
-    stopped, notices = asyncio.Event(), set[str]()
-    crowd = asyncio.create_task(all_at_once(endpoint, CASE.prompts[:3], stopped, notices))
+    begun, stopped, notices = asyncio.Event(), asyncio.Event(), set[str]()
+    crowd = asyncio.create_task(all_at_once(endpoint, CASE.prompts[:3], begun, stopped, notices))
+    await asyncio.wait_for(begun.wait(), PATIENCE_S)
     await asyncio.sleep(0.5)
     process = ring.nodes[stage].process
     process.send_signal(signal.SIGSTOP)
     stopped.set()
     try:
-        await asyncio.sleep(STOPPED_S)
+        # A silent node is gone after 2 s; who looks may be kept from it for longer.
+        words = f"/{name} has not beaten for" if stage else f"/{name} has"
+        lines = await asyncio.to_thread(closings, ring, [0] if stage else [1, 2], words)
+        await asyncio.sleep(1.5)
     finally:
         process.send_signal(signal.SIGCONT)
     endings = await crowd
@@ -101,17 +108,23 @@ async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     assert set(endings) <= {"finished", "told", "lost"}
     # The head itself can tell nobody while it is stopped.
     assert stage == 0 or not endings["lost"]
-    closed = [event for event in ring.events(0.5) if event.event == "ring_closed" and event.node != stage]
     if stage:
         # The head blames it, and so do the clients whose answers paused.
-        said = [event.message for event in closed if event.node == 0]
-        assert any(f"/{name} has not beaten for" in line for line in said), ring.tail()
-        assert any(f"; shard {stage} is missing" in line for line in said), ring.tail()
+        assert any(f"; shard {stage} is missing" in line for line in lines), lines
         assert any(f"/{name} has not beaten for" in notice for notice in notices), (notices, endings)
     else:
-        for node in (1, 2):
-            lines = [event.message for event in closed if event.node == node]
-            assert any("the head is lost: " in line and f"/{name} has" in line for line in lines), lines
+        assert all("the head is lost: " in line for line in lines), lines
+
+
+def closings(ring: LocalRing, nodes: Sequence[int], words: str) -> list[str]:
+    """Wait until each of these nodes has said with these words that its ring is closed: what they said."""
+    found: dict[int, str] = {}
+    for event in ring.events(PATIENCE_S):
+        if event.event == "ring_closed" and event.node in nodes and words in event.message:
+            found[event.node] = event.message
+        if set(found) == set(nodes):
+            return list(found.values())
+    raise AssertionError(f"{words}: {found}; {ring.tail()}")
 
 
 async def settled(endpoint: str) -> None:

@@ -22,7 +22,7 @@ def sampled(script: str, out: Path, *arguments: str) -> dict[str, Any]:
     """What a script found; it has to end well."""
     command = [sys.executable, str(ROOT / "scripts" / script), *arguments, "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found

@@ -114,7 +114,7 @@ RAW = {
 def test_other_protocols_on_every_port(ring: StandingRing, garbage: bytes) -> None:
     for port in every_port(ring):
         for reset in (False, True):
-            with socket.create_connection((port.host, port.port), timeout=10) as stray:
+            with socket.create_connection((port.host, port.port), timeout=60) as stray:
                 stray.sendall(garbage)
                 if reset:
                     stray.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -125,8 +125,8 @@ def test_cas_24_stray_connections_take_nobodys_place(ring: StandingRing) -> None
     with ExitStack() as held:
         for port in every_port(ring):
             for _ in range(10):
-                socket.create_connection((port.host, port.port), timeout=10).close()
-                held.enter_context(socket.create_connection((port.host, port.port), timeout=10))
+                socket.create_connection((port.host, port.port), timeout=60).close()
+                held.enter_context(socket.create_connection((port.host, port.port), timeout=60))
         assert answer(ring) == PROMPT.generated
 
 
@@ -375,7 +375,7 @@ def test_a_flood_of_foreign_frames_does_not_starve_the_ring(ring: StandingRing) 
 
 
 def test_a_client_at_a_control_port_is_told_where_it_is(ring: StandingRing) -> None:
-    with Client(ring.fleet.members[1].control, timeout_s=20) as client:
+    with Client(ring.fleet.members[1].control, timeout_s=60) as client:
         with pytest.raises(RequestError, match="control port") as refused:
             client.generate("hello")
         assert "7700" in str(refused.value)

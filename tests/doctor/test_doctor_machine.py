@@ -529,11 +529,12 @@ def test_power_elsewhere_and_on_battery(tmp_path: Path) -> None:
 
 def test_clocks_are_measured_and_coarse_ones_told(tmp_path: Path) -> None:
     assert check_clock(Host()).level in (Level.OK, Level.WARN)
-    coarse = check_clock(FileHost(tmp_path), lambda _: time.sleep(0.0156))
+    # So long that what a busy machine adds is little.
+    coarse = check_clock(FileHost(tmp_path), lambda _: time.sleep(0.1))
     assert coarse.level is Level.WARN
     waited = coarse.facts["sleep_1ms_s"]
     assert isinstance(waited, float)
-    assert math.isclose(waited, 0.0156, rel_tol=0.5)
+    assert math.isclose(waited, 0.1, rel_tol=0.5)
     host = FileHost(tmp_path).put(
         "/sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet\n"
     )
