@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("source") / "model", SMALL)
 
 
-@pytest.fixture
-def exported(checkpoint: Path, tmp_path: Path) -> Path:
-    """The small model in three shards of 3, 2 and 2 layers, for a test to spoil."""
-    out = tmp_path / "exported"
+@pytest.fixture(scope="session")
+def unspoiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model in three shards of 3, 2 and 2 layers, to be left as it is."""
+    out = tmp_path_factory.mktemp("unspoiled") / "exported"
     export(checkpoint, out, split=(3, 2, 2))
     return out
+
+
+@pytest.fixture
+def exported(unspoiled: Path, tmp_path: Path) -> Path:
+    """A copy of it, for a test to spoil."""
+    return shutil.copytree(unspoiled, tmp_path / "exported")
