@@ -13,6 +13,7 @@ import pytest
 import zmq
 from cluster.sockets import plain
 
+from cascadia_p2p.transport.network import allow_many_descriptors
 from cascadia_p2p.types import Endpoint
 
 PATIENCE_S = 60.0
@@ -92,3 +93,28 @@ def test_strangers_that_use_up_the_descriptors_cost_nobody_else_anything() -> No
             assert time.monotonic() < deadline, "they are not ended"
         friend.send(b"end")
         assert child.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
+@pytest.mark.parametrize(
+    ("soft", "hard", "refused", "found"),
+    [(256, -1, 24_577, 16_384), (1024, 4096, 65_537, 4096), (1 << 20, 1 << 20, 0, 65_536), (64, 64, 0, 64)],
+)
+def test_the_limit_of_descriptors_is_raised_as_far_as_the_system_lets_it(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, refused: int, found: int
+) -> None:
+    """macOS tells of no limit and has one; and what is higher already stays."""
+    import resource
+
+    limits = [soft]
+
+    def set_limit(_: int, wanted: tuple[int, int]) -> None:
+        if wanted[0] >= refused:
+            raise ValueError("current limit exceeds maximum limit")
+        limits.append(wanted[0])
+
+    unlimited = resource.RLIM_INFINITY if hard == -1 else hard
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, unlimited))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    assert allow_many_descriptors() == found
+    assert limits[-1] == max(soft, found)
