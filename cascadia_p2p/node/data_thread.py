@@ -402,6 +402,8 @@ class DataThread:
 
     def _on_layer(self) -> None:
         self.counters.progress += 1
+        if self._sender is not None:
+            self._sender.look()
         self._heed()
 
     def _heed(self) -> None:

@@ -219,6 +219,8 @@ class ClientServer:
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
+        if self._socket.empty:
+            self.meter.emptied()
         self.meter.enforce(lambda descriptor: hang_up(descriptor, self._is_client))
 
     def reply(self, route: Route, data: bytes) -> Delivery:

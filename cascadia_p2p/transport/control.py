@@ -136,6 +136,8 @@ class ControlServer:
 
     def look(self) -> None:
         """End connections that send more than is taken; to be called often."""
+        if self._socket.empty:
+            self.meter.emptied()
         self.meter.enforce(self._hang_up)
 
     def reply(self, identity: bytes, data: bytes) -> Delivery:
@@ -253,7 +255,7 @@ class ControlDialer:
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Hang up; what is queued still has `linger_ms` to leave."""
-        self._dialled.closed(self._descriptor)
+        self._dialled.closed(self._descriptor, self.endpoint)
         self._descriptor = None
         self._signal.close()
         self._monitor.close()
@@ -264,19 +266,21 @@ class ControlDialer:
         match happened.event:
             case zmq.Event.CONNECTED:
                 self._descriptor = happened.value
-                self._dialled.opened(happened.value, self.endpoint.port)
+                self._dialled.opened(happened.value, self.endpoint)
                 return None
             case zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._shaken = True
                 self._signal.set()
                 return None
             case zmq.Event.DISCONNECTED:
-                self._dialled.closed(happened.value)
+                self._dialled.closed(happened.value, self.endpoint)
                 self._descriptor = None
                 was, self.connected, self._shaken = self.connected, False, False
                 return Dial.DISCONNECTED if was else None
             case zmq.Event.CLOSED:
-                return await knock(self.endpoint)
+                dial = await knock(self.endpoint)
+                self._signal.require_open()
+                return dial
         why = failed_handshake(happened.event, happened.value)
         if why is Knock.HUNG_UP:
             why = await self._greetings.why_hung_up(self.endpoint, keyed=self._keyed)

@@ -37,6 +37,7 @@ WAITING_PARTS: Final = 128
 _NOW: Final = int(zmq.NOBLOCK)
 _NOW_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
+_EVENTS: Final = int(zmq.EVENTS)
 
 _serial = itertools.count(1)
 
@@ -156,7 +157,7 @@ class DataSender:
 
     def __init__(self, network: Network, endpoint: Endpoint) -> None:
         self._dialled = network.dialled
-        self._port = endpoint.port
+        self._endpoint = endpoint
         self._descriptor: int | None = None
         self._due = 0.0
         self._push = network.socket(zmq.PUSH, linger_ms=0, max_part=NOTHING)
@@ -167,13 +168,14 @@ class DataSender:
         self._push.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._push.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self._push.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._push.close, linger=0)
             network.present(self._push)
             self._events = watch(self._push, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+            undone.callback(self._events.close, linger=0)
+            undone.callback(unwatch, self._push)
             connect(self._push, endpoint)
-        except BaseException:
-            self.close()
-            raise
+            undone.pop_all()
 
     def send(self, header: bytes | bytearray, payload: npt.NDArray[np.float32] | None) -> bool:
         """Hand over one message; False when that would block.
@@ -212,9 +214,11 @@ class DataSender:
             event = parse_event(self._events.recv_multipart())
             if event.event is zmq.Event.CONNECTED:
                 self._descriptor = event.value
-                self._dialled.opened(event.value, self._port)
+                self._dialled.opened(event.value, self._endpoint)
             else:
                 self._forget()
+        # Only a socket that is used lets go of what came over a connection that has ended.
+        self._push.getsockopt(_EVENTS)
 
     def close(self) -> None:
         """Disconnect and drop what has not been sent."""
@@ -224,7 +228,7 @@ class DataSender:
         self._push.close(linger=0)
 
     def _forget(self) -> None:
-        self._dialled.closed(self._descriptor)
+        self._dialled.closed(self._descriptor, self._endpoint)
         self._descriptor = None
 
 

@@ -151,6 +151,17 @@ class LoopSocket:
         """Whether what is left of a message is in the way of all others."""
         return self._skipping is not None
 
+    @property
+    def empty(self) -> bool:
+        """Whether no message is whole and waits, nor the rest of one."""
+        if self.zmq.closed:
+            return True
+        ready = self._ready() & _POLLIN
+        if ready:
+            # To ask may swallow the news of a message, as sending may.
+            self._signal.set()
+        return not ready
+
     def take_one(self) -> zmq.Frame | None:
         """The first part of the next message, or None.
 

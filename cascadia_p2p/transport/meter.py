@@ -19,6 +19,10 @@ import zmq
 
 from cascadia_p2p.transport.looping import connection_of
 
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
 PART_BYTES: Final = 80
 """That a part takes on the wire beside its content, at most, when it is encrypted."""
 
@@ -31,6 +35,9 @@ LOOK_S: Final = 0.25
 LOOK_SHARE: Final = 20.0
 """Times what a look took, until the next."""
 
+ROUNDS: Final = 2
+"""Of turns, after which surely everybody has had one: who has a message whole is served in a circle."""
+
 _TCP_INFO: Final = 11
 _RECEIVED_AT: Final = 128
 """Of tcpi_bytes_received in Linux's struct tcp_info."""
@@ -38,6 +45,7 @@ _RECEIVED_AT: Final = 128
 # Combining or looking up names of ZeroMQ's takes longer than the question.
 _SRCFD: Final = int(zmq.SRCFD)
 _SIZE: Final = struct.Struct("=Q")
+_COUNT: Final = struct.Struct("=i")
 
 
 @dataclass(slots=True)
@@ -49,7 +57,10 @@ class _Flow:
     taken: int = 0
     counted: int = 0
     waiting: float = 0.0
-    endless: bool = False
+    over: bool = False
+    judged: tuple[int, int] | None = None
+    """Of the socket's turns, the one by which a message that is whole would have been taken, and how often
+    the socket had been found empty, when more waited first than one message may have."""
 
 
 class Meter:
@@ -58,11 +69,12 @@ class Meter:
     `took` may be called in another thread than the rest.
 
     Args:
-        limit: bytes of one connection that may wait to be taken.
-        whole: bytes of the largest message, where messages are taken as soon as they are whole: if more
-            waits and none of it is taken from one look to the next, that is a message without end.
+        limit: bytes of one connection that may wait to be taken, from one look to the next: before a look
+            the taker may have been held up, as by a process that stood still.
+        whole: bytes of the largest message. If more waits and none of it is taken while everybody who has
+            a message whole is served, that is a message without end.
         most: connections at a time; those that begin then are ended.
-        came: bytes that have arrived over the connection with a descriptor; None when that can not be told.
+        came: bytes that ZeroMQ has read of the connection with a descriptor; None when that can not be told.
     """
 
     def __init__(
@@ -84,17 +96,25 @@ class Meter:
         self._open: dict[int, None] = {}
         self._flows: dict[int, _Flow] = {}
         self._due = 0.0
+        self._turns = 0
+        self._emptied = 0
 
     def __len__(self) -> int:
         return len(self._flows)
 
-    def opened(self, descriptor: int, now: float) -> None:
-        """A connection begins."""
+    def opened(self, descriptor: int, now: float, *, untouched: bool = False) -> None:
+        """A connection begins.
+
+        Args:
+            descriptor: of the connection.
+            now: of the monotonic clock, in seconds.
+            untouched: nothing was taken of it up to now, so that all that came waits.
+        """
         self._open.pop(descriptor, None)
         self._open[descriptor] = None
         came = self._came(descriptor)
         if came is not None:
-            self._flows[descriptor] = _Flow(came, now)
+            self._flows[descriptor] = _Flow(0 if untouched else came, now)
 
     def closed(self, descriptor: int) -> None:
         """A connection has ended."""
@@ -103,9 +123,14 @@ class Meter:
 
     def took(self, descriptor: int | None, size: int, parts: int = 1) -> None:
         """A message, or a part of one, was taken."""
+        self._turns += 1
         flow = None if descriptor is None else self._flows.get(descriptor)
         if flow is not None:
             flow.taken += size + PART_BYTES * parts
+
+    def emptied(self) -> None:
+        """The socket was found with nothing to take: no message is whole and waits."""
+        self._emptied += 1
 
     def overfull(self, now: float) -> list[int]:
         """The connections of which more waits than may."""
@@ -119,11 +144,21 @@ class Meter:
             flow.waiting = max(0.0, flow.waiting + came - flow.came - spent)
             idle = taken == flow.counted
             flow.came, flow.counted, flow.at = came, taken, now
-            # At two looks: the loop may have been held up before the first.
-            before, flow.endless = flow.endless, idle and self.whole is not None and flow.waiting > self.whole
-            if flow.waiting > self.limit or (before and flow.endless):
+            before, flow.over = flow.over, flow.waiting > self.limit
+            if (before and flow.over) or self._endless(flow, idle):
                 found.append(descriptor)
         return found
+
+    def _endless(self, flow: _Flow, idle: bool) -> bool:
+        """Whether what waits can only be one message: all others were taken, and nothing of this."""
+        if self.whole is None or flow.waiting <= self.whole:
+            flow.judged = None
+        elif flow.judged is None or not idle:
+            flow.judged = (self._turns + ROUNDS * len(self._open), self._emptied)
+        else:
+            turn, emptied = flow.judged
+            return self._turns > turn or self._emptied > emptied
+        return False
 
     def enforce(self, end: Callable[[int], bool]) -> None:
         """End the connections of which more waits than may, and those that are too many; to be called often.
@@ -155,15 +190,24 @@ def source_of(part: zmq.Frame) -> int | None:
 
 
 def bytes_came(descriptor: int) -> int | None:
-    """Bytes that have arrived over a TCP connection of this process."""
+    """Bytes that have been read of a TCP connection of this process.
+
+    What the system still holds of it is bounded by the system, and may be megabytes when many send at once.
+    """
     if sys.platform != "linux":
         return None
     with connection_of(descriptor) as made:
         try:
-            info = b"" if made is None else made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+            if made is None:
+                return None
+            info = made.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
+            # In this order: what comes in between must not count as read.
+            unread = _COUNT.unpack(fcntl.ioctl(made, termios.FIONREAD, bytes(_COUNT.size)))[0]
         except OSError:
             return None
-    return _SIZE.unpack_from(info, _RECEIVED_AT)[0] if len(info) >= _RECEIVED_AT + _SIZE.size else None
+    if len(info) < _RECEIVED_AT + _SIZE.size:
+        return None
+    return max(0, int(_SIZE.unpack_from(info, _RECEIVED_AT)[0]) - int(unread))
 
 
 def hang_up(
@@ -180,7 +224,9 @@ def hang_up(
     """
     with connection_of(descriptor) as made:
         try:
-            if made is None or not ours(end(made)[:2]):
+            where = None if made is None else end(made)
+            # A pipe or a local socket that has the descriptor by now has no such address.
+            if made is None or not isinstance(where, tuple) or not ours(where[:2]):
                 return False
             made.shutdown(socket.SHUT_RDWR)
         except OSError:

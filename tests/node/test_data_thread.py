@@ -538,6 +538,18 @@ def test_a_new_epoch_is_taken_between_layers() -> None:
     ring.stop()
 
 
+def test_the_connection_to_the_successor_is_followed_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, gate = gated_ring()
+    looks: list[None] = []
+    sender = ring.threads[1]._sender
+    assert sender is not None
+    monkeypatch.setattr(sender, "look", lambda: looks.append(None))
+    gate.through.set()
+    until(lambda: ring.finished(1))
+    assert len(looks) > ring.stages[1].layers
+    ring.stop()
+
+
 def test_news_of_older_epochs_abandons_nothing() -> None:
     ring, gate = gated_ring()
     old = Seat(Epoch(0, HEAD), 1, 2, ring.stages[1], LIMITS, ring.endpoints[0])

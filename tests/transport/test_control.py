@@ -289,3 +289,25 @@ def test_a_taken_control_port_is_named() -> None:
         server.close()
 
     run(scenario)
+
+
+def test_a_dialer_that_is_closed_while_it_knocks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though somebody listens by then: it went on with sockets that were closed."""
+
+    async def scenario(network: Network) -> None:
+        inside, go = asyncio.Event(), asyncio.Event()
+
+        async def slow(_: Endpoint) -> None:
+            inside.set()
+            await go.wait()
+
+        monkeypatch.setattr("cascadia_p2p.transport.control.knock", slow)
+        dialer = ControlDialer(network, Endpoint("127.0.0.1", free_ports()))
+        receiving = asyncio.create_task(dialer.receive())
+        await inside.wait()
+        dialer.close(0)
+        go.set()
+        with pytest.raises(SocketClosedError):
+            await receiving
+
+    run(scenario)

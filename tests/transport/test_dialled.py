@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
 from cascadia_p2p.transport.data import DataSender, DataTransport
-from cascadia_p2p.transport.dialled import WAITING_BYTES
+from cascadia_p2p.transport.dialled import WAITING_BYTES, Dialled
+from cascadia_p2p.transport.looping import NoSocketError
+from cascadia_p2p.transport.meter import bytes_came, hang_up
 from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
@@ -137,3 +140,94 @@ def test_connections_are_followed_as_long_as_they_last(network: Network) -> None
     receiver.close()
     until(0)
     sender.close()
+
+
+def test_what_a_socket_tells_late_is_not_taken_for_another_that_has_its_descriptor_now(
+    network: Network,
+) -> None:
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        made = held.enter_context(socket.create_connection(listener.getsockname()))
+        here, before = Endpoint(*listener.getsockname()), Endpoint("127.0.0.2", listener.getsockname()[1])
+        dialled, descriptor = network.dialled, made.fileno()
+        # Of another node, whose port has the same number.
+        dialled.opened(descriptor, before)
+        assert not watched(dialled)
+        dialled.opened(descriptor, here)
+        dialled.opened(descriptor, before)
+        dialled.closed(descriptor, before)
+        assert watched(dialled) == [descriptor]
+        dialled.closed(descriptor, here)
+        dialled.closed(None, here)
+        assert not watched(dialled)
+        # Neither is it of a pipe.
+        one, other = socket.socketpair()
+        held.enter_context(one)
+        held.enter_context(other)
+        dialled.opened(one.fileno(), here)
+        assert not watched(dialled)
+        assert not hang_up(one.fileno(), lambda at: at[1] == here.port, socket.socket.getpeername)
+
+
+def watched(dialled: Dialled) -> list[int]:
+    return list(dialled._ends)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what has arrived")
+def test_what_the_system_still_holds_has_not_come_yet() -> None:
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sender = held.enter_context(socket.create_connection(listener.getsockname()))
+        made = held.enter_context(listener.accept()[0])
+        sender.sendall(bytes(10_000))
+        assert len(made.recv(4000, socket.MSG_WAITALL)) == 4000
+        assert bytes_came(made.fileno()) == 4000
+        assert len(made.recv(6000, socket.MSG_WAITALL)) == 6000
+        assert bytes_came(made.fileno()) == 10_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what has arrived")
+def test_a_sender_that_has_nothing_to_send_lets_go_of_what_came_over_connections_that_ended(
+    network: Network,
+) -> None:
+    """A socket that is not used keeps it: a connection after the other filled the memory."""
+    liar = Liar(b"PULL")
+    sender = DataSender(network, liar.endpoint)
+    used = sender._push = Asked(sender._push)  # type: ignore[assignment]
+    deadline = time.monotonic() + DEADLINE_S
+    while network.dialled.meter.cut < 2:
+        assert time.monotonic() < deadline
+        sender.look()
+        network.dialled.look()
+        time.sleep(0.05)
+    assert used.asked >= 2
+    sender.close()
+    liar.close()
+
+
+class Asked:
+    """A socket, and how often it was asked for what is ready: then it follows its connections."""
+
+    def __init__(self, inner: zmq.Socket[bytes]) -> None:
+        self._inner = inner
+        self.asked = 0
+
+    def getsockopt(self, option: int) -> object:
+        self.asked += option == zmq.EVENTS
+        return self._inner.getsockopt(option)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("step", ["watch", "connect"])
+def test_a_sender_that_can_not_be_made_says_why_and_leaves_nothing(
+    network: Network, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise NoSocketError("no socket can be made")
+
+    monkeypatch.setattr(f"cascadia_p2p.transport.data.{step}", fail)
+    with pytest.raises(NoSocketError, match="no socket can be made"):
+        DataSender(network, Endpoint("127.0.0.1", 9))
+    assert [each for each in network._sockets if not each.closed] == []

@@ -34,7 +34,17 @@ def test_parts_that_are_never_taken_are_overfull(meter: Meter, arrivals: Arrival
     arrivals.came[7] = LIMIT
     assert meter.overfull(0.25) == []
     arrivals.came[7] += 2 * IDLE_BYTES_S
-    assert meter.overfull(0.5) == [7]
+    assert meter.overfull(0.5) == []
+    assert meter.overfull(0.6) == [7]
+
+
+def test_a_taker_that_was_held_up_until_the_look_ends_nobody(meter: Meter, arrivals: Arrivals) -> None:
+    """As after a process stood still: it looks before it takes what has come meanwhile."""
+    for second in range(1, 10):
+        arrivals.came[7] += 3 * LIMIT
+        assert meter.overfull(float(second)) == []
+        meter.took(7, 3 * LIMIT)
+        assert meter.overfull(second + 0.5) == []
 
 
 def test_a_connection_whose_messages_are_taken_may_send_for_ever(meter: Meter, arrivals: Arrivals) -> None:
@@ -53,6 +63,7 @@ def test_messages_so_small_that_they_are_mostly_frame_earn_nothing(meter: Meter,
         meter.took(7, 1)
     assert meter.overfull(0.25) == []
     arrivals.came[7] += LIMIT + IDLE_BYTES_S
+    meter.overfull(0.5)
     assert meter.overfull(0.5) == [7]
 
 
@@ -94,6 +105,7 @@ def test_a_look_that_takes_long_comes_seldom(
 
     meter.enforce(end)
     arrivals.came = {7: 10 * LIMIT + 1000 * IDLE_BYTES_S, 8: 10 * LIMIT + 1000 * IDLE_BYTES_S}
+    assert meter.overfull(100.0) == []
     meter.enforce(end)
     assert not ended
     meter.enforce(end)
@@ -130,6 +142,31 @@ def test_a_message_without_end_is_overfull_long_before_the_limit(arrivals: Arriv
         found = made.overfull(look * 0.001)
         assert found == ([] if look < 2 else [8]), look
         made.took(7, 1200)
+        made.emptied()
+
+
+def test_who_waits_for_a_turn_has_sent_no_message_without_end(arrivals: Arrivals) -> None:
+    made = Meter(LIMIT, arrivals, whole=1000)
+    made.opened(7, 0.0)
+    made.opened(8, 0.0)
+    arrivals.came = {7: 5000, 8: 2000}
+    for look in range(1, 6):
+        # Each message of the other's keeps the taker for longer than from one look to the next.
+        assert made.overfull(look * 0.001) == []
+        if look % 2:
+            made.took(7, 500)
+    made.took(7, 500)
+    made.took(7, 500)
+    assert made.overfull(0.01) == [8], "its turn must have come"
+
+
+def test_what_came_before_it_was_told_of_a_connection_counts_where_nobody_takes(arrivals: Arrivals) -> None:
+    made = Meter(LIMIT, arrivals)
+    arrivals.came = {7: 2 * LIMIT, 8: 2 * LIMIT}
+    made.opened(7, 0.0)
+    made.opened(8, 0.0, untouched=True)
+    made.overfull(0.0)
+    assert made.overfull(0.0) == [8]
 
 
 def test_a_loop_that_was_held_up_ends_nobody(arrivals: Arrivals) -> None:
