@@ -93,8 +93,8 @@ async def find_head(
         )
     if found:
         raise UnreachableError(
-            f"{len(found)} nodes of fleet '{fleet}' answered, but none of them takes clients yet: "
-            "the ring is still incomplete. 'cascadia-p2p status' says what is missing"
+            f"{len(found)} {'node' if len(found) == 1 else 'nodes'} of fleet '{fleet}' answered, but none of "
+            "them takes clients yet: the ring is still incomplete. 'cascadia-p2p status' says what is missing"
         )
     raise UnreachableError(
         f"no node of fleet '{fleet}' answered by mDNS within {timeout:g} s: start nodes with "

@@ -138,7 +138,9 @@ class Follower:
         silent = core.peers.silence(self._beat_at, core.now)
         if silent >= core.times.gone:
             core.drop(head, redial=True)
-            self._leave(f"the head is lost: {head.label} has not beaten for {silent:.1f} s", missing=(0,))
+            self._leave(
+                f"the head is lost: {head.label} has sent no heartbeat for {silent:.1f} s", missing=(0,)
+            )
             return
         if head.ring == seat.epoch:
             self._strange_since = None

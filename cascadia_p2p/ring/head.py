@@ -259,7 +259,7 @@ class Head:
             if silent >= core.times.gone:
                 self._avoid(member.node)
                 core.drop(peer, redial=True)
-                reason = f"{peer.label} has not beaten for {silent:.1f} s"
+                reason = f"{peer.label} has sent no heartbeat for {silent:.1f} s"
                 self._end(reason, (member.shard,), lost=member.node, silent=peer)
                 return True
             if self._has_left(peer, seat, attempt):
@@ -361,7 +361,7 @@ class Head:
             if peer is None or peer.lost_at is not None:
                 found.append(f"the connection to {core.name(node)} is closed")
             elif silent >= core.times.suspect:
-                found.append(f"{peer.label} has not beaten for more than {core.times.suspect:g} s")
+                found.append(f"{peer.label} has sent no heartbeat for more than {core.times.suspect:g} s")
         return found
 
     def _spare(self, leavers: list[Peer], seat: Seat) -> bool:

@@ -224,7 +224,7 @@ def test_cas_04_a_node_that_falls_silent_is_lost_and_found_again(
         assert json.loads(request.recv())["token_ids"] == undisturbed
     # A busy machine may see to it late.
     assert noticed < 30
-    assert any("has not beaten for" in line for line in local.current[0].lines[before:])
+    assert any("has sent no heartbeat for" in line for line in local.current[0].lines[before:])
     local.right()
     local.others_live(-1)
 

@@ -98,7 +98,7 @@ async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     stopped.set()
     try:
         # A silent node is gone after 2 s; who looks may be kept from it for longer.
-        words = f"/{name} has not beaten for" if stage else f"/{name} has"
+        words = f"/{name} has sent no heartbeat for" if stage else f"/{name} has"
         lines = await asyncio.to_thread(closings, ring, [0] if stage else [1, 2], words)
         await asyncio.sleep(1.5)
     finally:
@@ -111,7 +111,7 @@ async def stall(ring: LocalRing, endpoint: str, stage: int) -> None:
     if stage:
         # The head blames it, and so do the clients whose answers paused.
         assert any(f"; shard {stage} is missing" in line for line in lines), lines
-        assert any(f"/{name} has not beaten for" in notice for notice in notices), (notices, endings)
+        assert any(f"/{name} has sent no heartbeat for" in notice for notice in notices), (notices, endings)
     else:
         assert all("the head is lost: " in line for line in lines), lines
 

@@ -445,7 +445,7 @@ def test_find_head_says_who_answered(fleet: str) -> None:
                     await find_head(fleet, timeout=timeout, bind="127.0.0.1")
                 if "no node" not in str(caught.value):
                     break
-            assert re.search(r"1 nodes of fleet .* none of them takes clients yet", str(caught.value))
+            assert re.search(r"1 node of fleet .* none of them takes clients yet", str(caught.value))
 
     asyncio.run(run())
 
