@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Final
 
 from cascadia_p2p import __version__
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises for what a user can cause."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _parser(arguments).parse_args(arguments)
+        args = _parsed(arguments)
         # Commands that have more to tell than errors say so themselves.
         configure_logs("console", "error")
         code: int = importlib.import_module(f"cascadia_p2p.cli.{args.command}").run(args)
@@ -75,8 +76,23 @@ def _write_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of all commands; only the one that is asked for is imported, so that help is instant."""
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """The arguments' values; where one is wrong, usage and exit code 2."""
+    parser, commands = _parsers(arguments)
+    args, strange = parser.parse_known_args(arguments)
+    if strange:
+        command = commands[args.command]
+        flags = [flag for flag in command._option_string_actions if flag.startswith("--")]
+        near = [
+            each for word in strange if word.startswith("-") for each in get_close_matches(word, flags, 1)
+        ]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        command.error(f"unrecognized arguments: {' '.join(strange)}{hint}")
+    return args
+
+
+def _parsers(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all commands, and theirs; only the one that is asked for is imported: help is instant."""
     parser = argparse.ArgumentParser(
         prog="cascadia-p2p",
         description="Pool the PCs of one LAN into a ring that runs a language model too large for any one.",
@@ -85,9 +101,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cascadia-p2p {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
     asked = next((word for word in arguments if not word.startswith("-")), None)
     for name, words in COMMANDS.items():
-        command = commands.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+        parsers[name] = command = commands.add_parser(
+            name, help=words, description=words[0].upper() + words[1:] + "."
+        )
         if name == asked:
             importlib.import_module(f"cascadia_p2p.cli.{name}").configure(command)
-    return parser
+    return parser, parsers

@@ -32,7 +32,7 @@ PROMPT = "Explain to a child why the sky is blue."
 MAX_TOKENS = 160
 SAMPLE_TOKENS = 48
 START_S = 300.0
-TOLD = {"shard_loaded", "ring_forming", "ring_closed", "clients_served"}
+TOLD = {"load_progress", "shard_loaded", "ring_forming", "ring_closed", "clients_served"}
 """Events of the nodes that the demo passes on."""
 
 HIDDEN = {"own_stall"}

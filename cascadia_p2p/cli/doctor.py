@@ -14,17 +14,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from cascadia_p2p import __version__
-from cascadia_p2p.cli.join import FLAGS as JOIN_FLAGS
-from cascadia_p2p.cli.join import loop_factory
+from cascadia_p2p.cli.join import FLAGS, loop_factory
 from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.doctor.examine import Group, examine
 from cascadia_p2p.doctor.finding import Finding, Level, worst
 from cascadia_p2p.doctor.host import Host
 from cascadia_p2p.logs import configure_logs
 from cascadia_p2p.shards.reader import VerifyProgress
-
-FLAGS = tuple(name for name in JOIN_FLAGS if name not in ("precision", "queue"))
-"""The flags of `join`, so that what is examined is what would be started."""
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
@@ -42,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="examine only this; may be repeated (default: everything)",
     )
+    # Those of `join`, so that what is examined is what would be started.
     add_flags(parser, *FLAGS)
 
 

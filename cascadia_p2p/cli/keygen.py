@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     key = _fleet_key(config)
     path = client_list_path(config.fleet)
     clients = load_clients(path, key.pair)
+    if args.list and not clients.entries:
+        _say(f"no client of fleet '{config.fleet}' has been issued a key here: --client NAME issues one")
     if args.list:
         for entry in sorted(clients.entries.values(), key=lambda entry: (entry.name, entry.key)):
             print(f"{entry.name}\t{'withdrawn' if entry.revoked else 'admitted'}")

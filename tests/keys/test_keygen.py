@@ -64,6 +64,9 @@ def test_a_clients_key_is_issued_listed_and_withdrawn(home: Path, capsys: Captur
     assert "has no key on this PC" in capsys.readouterr().err
     keygen()
     capsys.readouterr()
+    assert keygen("--list") == 0
+    out, err = capsys.readouterr()
+    assert (out, "no client of fleet 'garage' has been issued a key here" in err) == ("", True)
     assert keygen("--client", "alice") == 0
     issued = home / "alice.client.key"
     out, err = no_secret(capsys, issued, fleet_key_path("garage"))
