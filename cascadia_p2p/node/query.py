@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from cascadia_p2p.errors import NotAdmittedError, UnreachableError, WireError
 from cascadia_p2p.keys.clients import ClientList
+from cascadia_p2p.keys.places import FLEET_KEY
 from cascadia_p2p.transport.control import ControlDialer, Dial
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.looping import Delivery
@@ -117,7 +118,8 @@ _REASONS: Final = {
 
 
 DOORS: Final = {
-    Dial.CLOSED: "takes only who has the fleet's key, and there is none here: name it with --key FILE",
+    Dial.CLOSED: "takes only who has the fleet's key, and none was found here: name it with --key FILE. "
+    f"On a PC of the fleet that is {FLEET_KEY} beside its shards",
     Dial.IN_THE_CLEAR: "has no key, and this PC has one for this fleet: copy it there, beside its shards",
     Dial.OTHER_KEY: "has another key, or this one is a client's: copy fleet.key from one PC to the other",
 }
