@@ -27,6 +27,7 @@ from cascadia_p2p.asking import (
     ChatOptions,
     Flow,
     Messages,
+    Noticed,
     Options,
     Patience,
     Prompt,
@@ -225,6 +226,11 @@ def node_keys(fleet: str, key: str | Path | None = None) -> Keys | None:
     return None if found is None or found.client is not None else Keys(found.pair, found.server)
 
 
+def _tell(piece: StreamPiece, on_notice: Noticed | None) -> None:
+    if piece.notice is not None and on_notice is not None:
+        on_notice(piece.notice)
+
+
 class Client:
     """Blocking client; use it in one thread, as a context manager or with `close`.
 
@@ -262,13 +268,32 @@ class Client:
         self._connection: ClientConnection | None = None
         self._streaming = False
 
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
-        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
-        return self._answer(make_request(prompt, None, cast(ChatOptions, options)))
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        on_queued: Queued | None = None,
+        on_notice: Noticed | None = None,
+        **options: Unpack[Options],
+    ) -> GenerateReply:
+        """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given.
 
-    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:
+        `on_queued` and `on_notice` hear what pieces would tell while it waits: its place, and why an answer
+        pauses; nothing where `logprobs` are asked for.
+        """
+        request = make_request(prompt, None, cast(ChatOptions, options))
+        return self._answer(request, on_queued, on_notice)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        on_queued: Queued | None = None,
+        on_notice: Noticed | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> GenerateReply:
         """The model's answer to a conversation."""
-        return self._answer(make_request(None, messages, options))
+        return self._answer(make_request(None, messages, options), on_queued, on_notice)
 
     def stream(
         self,
@@ -302,12 +327,14 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _answer(self, request: GenerateRequest) -> GenerateReply:
+    def _answer(
+        self, request: GenerateRequest, on_queued: Queued | None, on_notice: Noticed | None
+    ) -> GenerateReply:
         if request.stream:
-            pieces = self._pieces(request, None, whole=True)
+            pieces = self._pieces(request, on_queued, whole=True)
             while True:
                 try:
-                    next(pieces)
+                    _tell(next(pieces), on_notice)
                 except StopIteration as end:
                     return unnumbered(end.value)
         patience = Patience(self._timeout_s, retry=self._retry, whole=True)
@@ -343,7 +370,7 @@ class Client:
                 time.sleep(patience.pause_s(error))
             except UnreachableError as error:
                 pause_s = patience.return_s(error)
-                if not whole and (piece := flow.paused(error)) is not None:
+                if (piece := flow.paused(error)) is not None:
                     yield piece
                 time.sleep(pause_s)
             flow = flow.again()
@@ -418,13 +445,28 @@ class AsyncClient:
         self._finding = asyncio.Lock()
         self._closings = 0
 
-    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> GenerateReply:
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        on_queued: Queued | None = None,
+        on_notice: Noticed | None = None,
+        **options: Unpack[Options],
+    ) -> GenerateReply:
         """The continuation of `prompt` (text, or token ids), greedy unless a temperature is given."""
-        return await self._answer(make_request(prompt, None, cast(ChatOptions, options)))
+        request = make_request(prompt, None, cast(ChatOptions, options))
+        return await self._answer(request, on_queued, on_notice)
 
-    async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> GenerateReply:
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        on_queued: Queued | None = None,
+        on_notice: Noticed | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> GenerateReply:
         """The model's answer to a conversation."""
-        return await self._answer(make_request(None, messages, options))
+        return await self._answer(make_request(None, messages, options), on_queued, on_notice)
 
     def stream(
         self,
@@ -457,12 +499,15 @@ class AsyncClient:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def _answer(self, request: GenerateRequest) -> GenerateReply:
+    async def _answer(
+        self, request: GenerateRequest, on_queued: Queued | None, on_notice: Noticed | None
+    ) -> GenerateReply:
         if request.stream:
-            async with contextlib.aclosing(self._pieces(request, None, whole=True)) as replies:
+            async with contextlib.aclosing(self._pieces(request, on_queued, whole=True)) as replies:
                 async for reply in replies:
                     if isinstance(reply, GenerateReply):
                         return unnumbered(reply)
+                    _tell(reply, on_notice)
         patience, closings = Patience(self._timeout_s, retry=self._retry, whole=True), self._closings
         while True:
             patience.asked()
@@ -500,7 +545,7 @@ class AsyncClient:
                 await self._pause(patience.pause_s(error), closings, error)
             except UnreachableError as error:
                 pause_s = patience.return_s(error)
-                if not whole and (piece := flow.paused(error)) is not None:
+                if (piece := flow.paused(error)) is not None:
                     yield piece
                 await self._pause(pause_s, closings, error)
             flow = flow.again()

@@ -12,6 +12,7 @@ from cascadia_p2p.cli.terminal import (
     open_client,
     print_scores,
     tell_if_waiting,
+    tell_notice,
     tell_place,
 )
 from cascadia_p2p.client import ChatOptions, Options, Prompt, Stream
@@ -118,9 +119,11 @@ def run(args: argparse.Namespace) -> int:
             )
             return 0
         reply = (
-            client.chat(messages, **options)
+            client.chat(messages, on_queued=tell_place, on_notice=tell_notice, **options)
             if messages is not None
-            else client.generate(prompt, **cast(Options, options))
+            else client.generate(
+                prompt, on_queued=tell_place, on_notice=tell_notice, **cast(Options, options)
+            )
         )
     if args.json:
         print(reply.model_dump_json(exclude_none=True))

@@ -73,7 +73,12 @@ def _with_work(body: dict[str, JsonValue], keys: Keys | None) -> dict[str, JsonV
     """The body with what each node alone knows, where it can be asked: its engine, where its time goes."""
     nodes = _rows(body, "nodes")
     others = [node for node in nodes if node.get("node") != body.get("node")]
-    answers = dict(zip(map(id, others), asyncio.run(_ask_all(others, keys)), strict=True))
+    door = body.get("door")
+    if keys is None and isinstance(door, dict) and door.get("closed"):
+        # Their consoles would warn of a stranger.
+        answers: dict[int, dict[str, JsonValue]] = {id(node): {"closed": True} for node in others}
+    else:
+        answers = dict(zip(map(id, others), asyncio.run(_ask_all(others, keys)), strict=True))
     for node in nodes:
         answer = answers.get(id(node), body)
         counted = answer.get("data_thread")
@@ -282,7 +287,7 @@ def _work(node: dict[str, JsonValue]) -> str:
     line = f"{node.get('host')}/{str(node.get('node'))[:8]} ({_engine(node)}): "
     work = read_work(node.get("work"))
     if work is None and node.get("closed"):
-        return f"{line}only the fleet's own key opens it, and shows where its time goes"
+        return f"{line}only the fleet's own key (--key FILE) opens it, and shows where its time goes"
     if work is None:
         return f"{line}it does not say where its time goes"
     if not work.frames:

@@ -27,6 +27,7 @@ __all__ = [
     "print_scores",
     "read_messages",
     "tell_if_waiting",
+    "tell_notice",
     "tell_place",
 ]
 
@@ -79,11 +80,16 @@ class AnswerPrinter:
 
     def _harmless(self, text: str) -> str:
         """What a model writes must not steer a terminal."""
-        return _CONTROLS.sub("", text) if self._terminal else text
+        return harmless(text) if self._terminal else text
 
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
+
+
+def harmless(text: str) -> str:
+    """The text without what steers a terminal."""
+    return _CONTROLS.sub("", text)
 
 
 def print_scores(reply: GenerateReply, out: TextIO) -> None:
@@ -151,6 +157,11 @@ def tell_place(place: int) -> None:
     before = {1: "it is the next one", 2: "one request is before it"}
     words = before.get(place, f"{place - 1} requests are before it")
     print(f"the ring is busy: the request waits for a free slot, {words}", file=sys.stderr, flush=True)
+
+
+def tell_notice(words: str) -> None:
+    """Say on standard error why the answer pauses."""
+    print(harmless(words) if sys.stderr.isatty() else words, file=sys.stderr, flush=True)
 
 
 def read_messages(prompt: str) -> Iterator[str]:

@@ -9,12 +9,14 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from cli.conftest import Outcome, Run
 from cluster.conftest import Shards
 from cluster.standing import StandingRing, standing_ring
@@ -25,6 +27,7 @@ from cascadia_p2p import __version__
 from cascadia_p2p.cli import COMMANDS
 from cascadia_p2p.cli import status as status_command
 from cascadia_p2p.cli.status import _show, journal_words
+from cascadia_p2p.client import AsyncClient
 from cascadia_p2p.transport.control import ControlServer
 from cascadia_p2p.transport.curve import KeyPair, Keys
 from cascadia_p2p.transport.network import Network
@@ -128,6 +131,64 @@ def test_generate_prints_scores_beside_the_answer(run: Run, at: tuple[str, str])
             )
     alone = run("generate", "--token-ids", IDS, "--max-tokens", 1, "--logprobs", 0, *at)
     assert alone.err.strip() == f"{scores[0]['logprob']:.4f} {scores[0]['token']!r}"
+
+
+PAUSE: Any = (
+    {"queued": 2},
+    {"seq": 1, "text": "a", "token_ids": [97]},
+    {"seq": 2, "text": "", "token_ids": [], "notice": "desk-2 is lost; the answer goes on"},
+    {
+        "seq": 3, "final": True, "text": "ab", "token_ids": [97, 98], "finish_reason": "length",
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2, "cached_tokens": 0},
+        "timings": {"queue_s": 0.0, "ttft_s": 0.1},
+    },
+)  # fmt: skip
+"""What a head says of a request that waits, and whose answer pauses."""
+
+
+@pytest.fixture
+def pausing() -> Iterator[str]:
+    """The address of a head whose ring is lost in the midst of each answer, and opens again."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, stopping = context.socket(zmq.ROUTER), threading.Event()
+    endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def serve() -> None:
+        while not stopping.is_set():
+            if not router.poll(20):
+                continue
+            *route, data = router.recv_multipart()
+            request = json.loads(data)
+            if request.get("op") == "status":
+                router.send_multipart([*route, b'{"status": {"state": "open"}}'])
+            elif request["op"] == "generate":
+                for reply in PAUSE:
+                    router.send_multipart([*route, json.dumps({"id": request["id"]} | reply).encode()])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield endpoint
+    stopping.set()
+    thread.join()
+    context.destroy(linger=0)
+
+
+def test_generate_says_why_a_whole_answer_waits(run: Run, pausing: str) -> None:
+    done = run("generate", "x", "--endpoint", pausing, "--timeout", 60)
+    assert (done.code, done.out) == (0, "ab\n")
+    assert "one request is before it" in done.err
+    assert "desk-2 is lost; the answer goes on" in done.err
+
+
+def test_whole_answers_in_an_event_loop_say_why_they_wait(pausing: str) -> None:
+    async def heard() -> list[int | str]:
+        said: list[int | str] = []
+        async with AsyncClient(pausing, timeout_s=60.0) as client:
+            reply = await client.generate("x", on_queued=said.append, on_notice=said.append)
+        assert reply.text == "ab"
+        return said
+
+    assert asyncio.run(heard()) == [2, PAUSE[2]["notice"]]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +414,42 @@ def test_status_says_which_key_opens_a_node_that_is_closed_to_it(
     done = asyncio.run(shown())
     assert done.code == 0
     assert re.search(r"desk-1/abababab .*it does not say where its time goes", done.out)
-    assert re.search(r"desk-2/cdcdcdcd .*only the fleet's own key opens it", done.out)
+    assert re.search(r"desk-2/cdcdcdcd .*only the fleet's own key .*opens it", done.out)
+
+
+def test_status_without_the_fleets_key_knocks_at_no_closed_door(run: Run) -> None:
+    """Nodes there would warn of a stranger, at each look of somebody at the head's own PC."""
+
+    async def scenario() -> Outcome:
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))
+            door.listen()
+            door.setblocking(False)
+            rows: Any = [
+                {"node": "ab" * 8, "host": "desk-1", "claim": "serving"},
+                {
+                    "node": "cd" * 8,
+                    "host": "desk-2",
+                    "claim": "serving",
+                    "control": f"127.0.0.1:{door.getsockname()[1]}",
+                },
+            ]
+            body: Any = {
+                "node": "ab" * 8,
+                "fleet": "f",
+                "state": "open",
+                "nodes": rows,
+                "door": {"closed": True},
+            }
+            async with speaking_node(body) as endpoint:
+                done = await asyncio.to_thread(run, "status", "--peer", endpoint)
+            with pytest.raises(BlockingIOError):
+                door.accept()
+        return done
+
+    done = asyncio.run(scenario())
+    assert done.code == 0
+    assert re.search(r"desk-2/cdcdcdcd .*only the fleet's own key \(--key FILE\) opens it", done.out)
 
 
 def test_help_of_every_command_names_its_flags(run: Run) -> None:
@@ -400,7 +496,13 @@ def test_version(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((), "COMMAND"), (("serve",), "'serve'"), (("join", "--modell", "x"), "--modell"), (("--what",), "")],
+    [
+        ((), "cascadia-p2p: error: the following arguments are required: COMMAND"),
+        (("serve",), "'serve'"),
+        (("join", "--modle", "x"), "join: error: unrecognized arguments: --modle x; did you mean --model?"),
+        (("status", "--peer", "a:1", "b"), "status: error: unrecognized arguments: b\n"),
+        (("--what",), ""),
+    ],
 )
 def test_usage_errors_end_with_2(run: Run, arguments: tuple[str, ...], words: str) -> None:
     done = run(*arguments)
