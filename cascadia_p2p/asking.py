@@ -314,6 +314,12 @@ def read_answer(data: bytes) -> GenerateReply:
     return reply
 
 
+def pass_on(piece: StreamPiece, on_notice: Noticed | None) -> None:
+    """Tell who waits for the whole answer what a piece says about it."""
+    if piece.notice is not None and on_notice is not None:
+        on_notice(piece.notice)
+
+
 def unnumbered(reply: GenerateReply) -> GenerateReply:
     """The whole answer, for a reader who saw no pieces."""
     return reply.model_copy(update={"seq": None, "final": None})

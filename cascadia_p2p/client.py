@@ -34,6 +34,7 @@ from cascadia_p2p.asking import (
     Queued,
     make_cancel,
     make_request,
+    pass_on,
     read_answer,
     read_status,
     unnumbered,
@@ -226,11 +227,6 @@ def node_keys(fleet: str, key: str | Path | None = None) -> Keys | None:
     return None if found is None or found.client is not None else Keys(found.pair, found.server)
 
 
-def _tell(piece: StreamPiece, on_notice: Noticed | None) -> None:
-    if piece.notice is not None and on_notice is not None:
-        on_notice(piece.notice)
-
-
 class Client:
     """Blocking client; use it in one thread, as a context manager or with `close`.
 
@@ -334,7 +330,7 @@ class Client:
             pieces = self._pieces(request, on_queued, whole=True)
             while True:
                 try:
-                    _tell(next(pieces), on_notice)
+                    pass_on(next(pieces), on_notice)
                 except StopIteration as end:
                     return unnumbered(end.value)
         patience = Patience(self._timeout_s, retry=self._retry, whole=True)
@@ -507,7 +503,7 @@ class AsyncClient:
                 async for reply in replies:
                     if isinstance(reply, GenerateReply):
                         return unnumbered(reply)
-                    _tell(reply, on_notice)
+                    pass_on(reply, on_notice)
         patience, closings = Patience(self._timeout_s, retry=self._retry, whole=True), self._closings
         while True:
             patience.asked()
