@@ -54,8 +54,10 @@ RETRY_S: Final = 1.0
 """Pause before a request is repeated where the head names none, in seconds."""
 
 Queued: TypeAlias = Callable[[int], None]
-Noticed: TypeAlias = Callable[[str], None]
 """Told the place of a request that waits: 1 is next."""
+
+Noticed: TypeAlias = Callable[[str], None]
+"""Told why an answer pauses."""
 
 Messages: TypeAlias = Sequence[Mapping[str, object]]
 """A conversation: objects with `role` and `content`; see `wire.client.ChatMessage`."""
