@@ -173,7 +173,11 @@ def _whole(reply: GenerateReply | None) -> GenerateReply:
 
 def _find_key(fleet: str, key: str | Path | None) -> KeyFile | None:
     named = key or os.environ.get(KEY_VARIABLE) or None
-    return find_client_key(fleet, key=None if named is None else Path(named).expanduser())
+    try:
+        path = None if named is None else Path(named).expanduser()
+    except RuntimeError:
+        raise UsageError(f"the key file {named} does not exist: '~' names no user here") from None
+    return find_client_key(fleet, key=path)
 
 
 def _keys_for(endpoint: Endpoint, fleet: str, key: str | Path | None) -> Keys | None:
