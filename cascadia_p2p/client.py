@@ -50,7 +50,7 @@ from cascadia_p2p.errors import (
     WrongAddressError,
 )
 from cascadia_p2p.keys.files import KeyFile
-from cascadia_p2p.keys.places import find_client_key
+from cascadia_p2p.keys.places import find_client_key, named_key
 from cascadia_p2p.transport.client_connection import AsyncClientConnection, ClientConnection
 from cascadia_p2p.transport.curve import Keys
 from cascadia_p2p.transport.network import uninterrupted
@@ -175,7 +175,7 @@ def _whole(reply: GenerateReply | None) -> GenerateReply:
 
 def _find_key(fleet: str, key: str | Path | None) -> KeyFile | None:
     named = key or os.environ.get(KEY_VARIABLE) or None
-    return find_client_key(fleet, key=None if named is None else Path(named).expanduser())
+    return find_client_key(fleet, key=None if named is None else named_key(named))
 
 
 def _keys_for(endpoint: Endpoint, fleet: str, key: str | Path | None) -> Keys | None:

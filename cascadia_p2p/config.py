@@ -80,9 +80,12 @@ def _peers(value: object) -> tuple[Endpoint, ...]:
 def _path(value: object) -> Path | None:
     if value is None or isinstance(value, Path):
         return value
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise ValueError("expected the name of a file or directory")
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError("expected the name of a file or directory, and '~' names no user here") from None
 
 
 def _bind(value: object) -> object:

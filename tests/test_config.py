@@ -114,6 +114,8 @@ def test_flag_switches_back_on_what_the_environment_switched_off() -> None:
         ("peers = 1", "key peers: expected a list of addresses"),
         ('peers = ["x"]', "'x' is not an address"),
         ("fleet = 3", "key fleet"),
+        ('key = "a\\u0000b"', "key key: expected the name of a file"),
+        ('key = "~nobody-of-this-name/x"', "'~' names no user here"),
         ("limits = 3", "limits"),
         ("[limits]\nsuspect_s = 9", "must grow in this order"),
         ("[limits]\ngone_s = inf", "key limits.gone_s"),

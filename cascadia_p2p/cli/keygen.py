@@ -15,7 +15,7 @@ from cascadia_p2p.config import Config, add_flags, flags_of, load_config
 from cascadia_p2p.discovery.lookup import find_nodes
 from cascadia_p2p.errors import CascadiaError, UnreachableError, UsageError
 from cascadia_p2p.keys.clients import ClientList, load_clients, save_clients
-from cascadia_p2p.keys.files import KeyFile, read_key, write_key
+from cascadia_p2p.keys.files import KeyFile, is_there, read_key, write_key
 from cascadia_p2p.keys.places import (
     FLEET_KEY,
     client_list_path,
@@ -84,18 +84,38 @@ def run(args: argparse.Namespace) -> int:
             clients = _issue(key, clients, path, args.client, args.out)
         else:
             clients = clients.revoke(args.revoke)
-            save_clients(path, clients, key.pair)
-            _say(f"the key of '{args.revoke}' is withdrawn")
+            # Nodes are told even where this PC can not keep it.
+            with contextlib.suppress(CascadiaError):
+                save_clients(path, clients, key.pair)
         clients, told = runner.run(_share(key, clients, nodes))
-    save_clients(path, clients, key.pair)
+    _keep(path, clients, key, told)
+    if args.revoke is not None:
+        _say(f"the key of '{args.revoke}' is withdrawn")
     _tell(told, nodes)
     return 0
+
+
+def _keep(path: Path, clients: ClientList, key: KeyFile, told: Sequence[Endpoint]) -> None:
+    """Write the list.
+
+    Raises:
+        CascadiaError: it can not be written; the sentence says who knows it all the same.
+    """
+    try:
+        save_clients(path, clients, key.pair)
+    except CascadiaError as error:
+        if not told:
+            raise
+        raise CascadiaError(
+            f"{error}; the fleet knows the change all the same, told {', '.join(map(str, told))}, and this "
+            "PC learns it from there when the file can be written and a key is next issued or withdrawn"
+        ) from None
 
 
 def _fleet(config: Config) -> int:
     """Make the fleet's key where there is none."""
     path = config.key or fleet_key_path(config.fleet)
-    found = find_fleet_key(config.fleet, key=path if path.exists() else None)
+    found = find_fleet_key(config.fleet, key=path if is_there(path) else None)
     if found is not None:
         _say(f"fleet '{config.fleet}' has a key already (fingerprint {found.print}); it stays as it is")
         print(found.path)
@@ -149,7 +169,7 @@ def _require_absent(target: Path, clients: ClientList) -> None:
     Raises:
         CascadiaError: a file is there; the sentence says whose withdrawn key it is, if it is one.
     """
-    if not target.exists():
+    if not is_there(target):
         return
     entry = None
     # What is no key, or not to be read, is in the way all the same.

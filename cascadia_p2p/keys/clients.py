@@ -19,13 +19,17 @@ from typing import Final, Self
 import orjson
 
 from cascadia_p2p.errors import CascadiaError, UsageError, WireError
-from cascadia_p2p.keys.files import check_name, write_private
+from cascadia_p2p.keys.files import check_name, read_file, write_private
 from cascadia_p2p.transport.curve import KeyPair, check_key
 
 MAX_CLIENTS: Final = 1024
 """Clients a fleet's list holds, withdrawn ones included."""
 
 MAX_BYTES: Final = 200_000
+_ELSEWHERE: Final = (
+    "move the list away: nodes that run know it too, and 'cascadia-p2p keygen' learns it from those that it "
+    "finds or --peer names"
+)
 _PURPOSE: Final = b"cascadia-p2p client list"
 
 
@@ -186,15 +190,20 @@ def load_clients(path: Path, pair: KeyPair) -> ClientList:
         CascadiaError: it can not be read, or it was not made with this fleet's key.
     """
     try:
-        data = path.read_bytes()
+        data = read_file(path, MAX_BYTES)
     except FileNotFoundError:
         return ClientList()
     except OSError as error:
-        raise CascadiaError(f"the list of clients {path} can not be read: {error.strerror}") from None
+        raise CascadiaError(
+            f"the list of clients {path} can not be read ({error.strerror}): see that it is a file, and that "
+            f"this user owns it, or {_ELSEWHERE}"
+        ) from None
     try:
         return ClientList.open(data, pair)
     except WireError as error:
-        raise CascadiaError(f"{path}: {error}; remove it if it is of an earlier fleet key") from None
+        raise CascadiaError(
+            f"{path}: {error}; see that the key is this fleet's own (--key FILE), and if it is, {_ELSEWHERE}"
+        ) from None
 
 
 def save_clients(path: Path, clients: ClientList, pair: KeyPair) -> None:

@@ -10,6 +10,7 @@ import re
 import secrets
 import stat
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -71,17 +72,61 @@ def read_key(path: Path) -> KeyFile:
         UsageError: there is no such file, it is no key file, it is damaged, or others may read it.
     """
     try:
-        with path.open("rb") as file:
-            _require_private(path, os.fstat(file.fileno()))
-            data = file.read(MAX_BYTES + 1)
+        data = read_file(path, MAX_BYTES, lambda found: _require_private(path, found))
     except FileNotFoundError:
+        what = "is a link that leads nowhere" if path.is_symlink() else "does not exist"
         raise UsageError(
-            f"the key file {path} does not exist: 'cascadia-p2p keygen' makes a fleet's key, and "
+            f"the key file {path} {what}: 'cascadia-p2p keygen' makes a fleet's key, and "
             "'cascadia-p2p keygen --client NAME' a client's"
         ) from None
     except OSError as error:
-        raise UsageError(f"the key file {path} can not be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
     return _parse(path, data)
+
+
+def is_there(path: Path) -> bool:
+    """Whether something lies where a key may lie, be it a link that leads nowhere.
+
+    Raises:
+        UsageError: that can not be told; a key that is overlooked would leave a door open.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return True
+
+
+def read_file(path: Path, size: int, check: Callable[[os.stat_result], None] = lambda _: None) -> bytes:
+    """The content of a regular file, at most one byte more than `size`; never waits, as for a pipe's writer.
+
+    Args:
+        path: the file.
+        size: bytes.
+        check: looks at the file before it is read.
+
+    Raises:
+        OSError: it can not be read, or it is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        check(found)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(size + 1)
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"the key file {path} can not be read ({error.strerror}): see that it is a file, and that this user "
+        "owns it and may enter its directories, or name another with --key FILE"
+    )
 
 
 def write_key(key: KeyFile) -> None:
@@ -153,8 +198,6 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise UsageError(f"{path} is no file: expected a key file")
     # Elsewhere the mode says nothing: there the directory's access list counts.
     if os.name == "posix" and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UsageError(
@@ -170,8 +213,9 @@ def _parse(path: Path, data: bytes) -> KeyFile:
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} is no key file: it is larger than {MAX_BYTES} bytes")
     try:
-        table = tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        # Editors on Windows put a mark before a text.
+        table = tomllib.loads(data.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
         # The reason would quote the file.
         raise UsageError(f"{path} is no key file, or it is damaged: copy it again") from None
     texts = {name: value for name, value in table.items() if isinstance(value, str)}
@@ -180,9 +224,10 @@ def _parse(path: Path, data: bytes) -> KeyFile:
     if role not in ("fleet", "client") or (missing := wanted - texts.keys()):
         lacks = "role" if role not in ("fleet", "client") else ", ".join(sorted(missing))
         raise UsageError(f"{path} is no key file: '{lacks}' is missing or wrong; copy it again")
-    check_name(texts["fleet"], f"{path}: fleet")
-    if client is not None:
-        check_name(client, f"{path}: client")
+    for name in ("fleet", "client"):
+        # What stands there may be a secret that got into the wrong line.
+        if name in texts and not _NAME.fullmatch(texts[name]):
+            raise UsageError(f"{path} is damaged: what it gives as '{name}' is no name; copy it again")
     pair = _pair(path, texts)
     server = _public(path, "server", texts["server"]) if role == "client" else pair.public
     return KeyFile(path, texts["fleet"], pair, server, client if role == "client" else None)

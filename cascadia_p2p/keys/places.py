@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 import platformdirs
 
 from cascadia_p2p.errors import MismatchError, UsageError
-from cascadia_p2p.keys.files import KeyFile, check_name, read_key, write_key, write_private
+from cascadia_p2p.keys.files import KeyFile, check_name, is_there, read_key, write_key, write_private
 from cascadia_p2p.transport.curve import KeyPair
 
 APP: Final = "cascadia-p2p"
@@ -44,8 +45,8 @@ def client_list_path(fleet: str, directory: Path | None = None) -> Path:
 
 def keys_beside(model: Path) -> list[Path]:
     """The key files in an exported model's directory and in those of its shards."""
-    found = (model / FLEET_KEY, *sorted(model.glob(f"{SHARDS}/{FLEET_KEY}")))
-    return [path for path in found if path.exists()]
+    found = [directory / FLEET_KEY for directory in (model, *sorted(model.glob(SHARDS)))]
+    return [path for path in found if is_there(path)]
 
 
 def find_fleet_key(
@@ -68,7 +69,7 @@ def find_fleet_key(
     if model is not None and (beside := keys_beside(model)):
         return _one(require_fleet_key(path) for path in beside)
     path = fleet_key_path(fleet, directory)
-    return require_fleet_key(path) if path.exists() else None
+    return require_fleet_key(path) if is_there(path) else None
 
 
 def find_key_to_lay(
@@ -97,10 +98,21 @@ def require_fleet_key(path: Path) -> KeyFile:
     if found.client is not None:
         raise UsageError(
             f"{path} is the key of client '{found.client}': nodes need the fleet's own, {FLEET_KEY} beside "
-            "the "
-            "shards or what 'cascadia-p2p keygen' made"
+            "the shards or what 'cascadia-p2p keygen' made"
         )
     return found
+
+
+def named_key(name: str | Path) -> Path:
+    """The key file that somebody named, '~' being somebody's home.
+
+    Raises:
+        UsageError: nobody's.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"the key file {name} does not exist: '~' names no user here") from None
 
 
 def find_client_key(fleet: str, *, key: Path | None = None, directory: Path | None = None) -> KeyFile | None:
@@ -112,7 +124,7 @@ def find_client_key(fleet: str, *, key: Path | None = None, directory: Path | No
     if key is not None:
         return read_key(key)
     for path in (client_key_path(fleet, directory), fleet_key_path(fleet, directory)):
-        if path.exists():
+        if is_there(path):
             return read_key(path)
     return None
 
@@ -154,10 +166,10 @@ def lay_key(key: KeyFile, out: Path, shards: Iterable[Path]) -> list[Path]:
     written = []
     targets = [directory / FLEET_KEY for directory in (out, *shards)]
     for path in targets:
-        if path.exists() and require_fleet_key(path).pair != key.pair:
+        if is_there(path) and require_fleet_key(path).pair != key.pair:
             raise _differ(read_key(path), key)
     for path in targets:
-        if not path.exists():
+        if not is_there(path):
             write_key(KeyFile(path, key.fleet, key.pair, key.server))
             written.append(path)
     ignore = out / ".gitignore"
@@ -169,8 +181,10 @@ def lay_key(key: KeyFile, out: Path, shards: Iterable[Path]) -> list[Path]:
 def repository_of(path: Path) -> Path | None:
     """The repository that a path lies in, or would lie in."""
     for parent in path.absolute().parents:
-        if any((parent / name).exists() for name in (".git", ".hg", ".svn", ".jj")):
-            return parent
+        # Where one may not look one can not write either.
+        with contextlib.suppress(OSError):
+            if any((parent / name).exists() for name in (".git", ".hg", ".svn", ".jj")):
+                return parent
     return None
 
 

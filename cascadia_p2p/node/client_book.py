@@ -61,9 +61,13 @@ class ClientBook:
         """Take what was issued or withdrawn on this PC since the last look; what fails is tried again."""
         try:
             found = self._issued.stat()
-        except OSError:
+        except FileNotFoundError:
             return
-        stamp = (found.st_mtime_ns, found.st_ino)
+        except OSError:
+            # Reading it says why.
+            stamp = (0, 0)
+        else:
+            stamp = (found.st_mtime_ns, found.st_ino)
         if stamp == self._issued_stamp:
             return
         try:

@@ -17,7 +17,14 @@ from cascadia_p2p.transport.curve import Domain, Knock, failed_handshake
 from cascadia_p2p.transport.looping import Delivery, LoopSocket, Monitor, Signal, SocketEvent, peer_address
 from cascadia_p2p.transport.meter import Meter, hang_up, source_of
 from cascadia_p2p.transport.naming import open_plain
-from cascadia_p2p.transport.network import CONNECT_TIMEOUT_MS, Network, bind, connect, most_connections
+from cascadia_p2p.transport.network import (
+    CONNECT_TIMEOUT_MS,
+    Network,
+    bind,
+    connect,
+    end_silent,
+    most_connections,
+)
 from cascadia_p2p.transport.ports import EVENTS, no_knocks
 from cascadia_p2p.types import Endpoint
 
@@ -63,6 +70,7 @@ class ControlServer:
         made = network.socket(zmq.ROUTER, linger_ms=LINGER_MS, max_part=MAX_CONTROL_PART)
         try:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            end_silent(made)
             network.guard(made, Domain.NODES)
             self.endpoint = bind(made, host, port, flag)
             self._signal = Signal()

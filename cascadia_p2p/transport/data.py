@@ -15,7 +15,7 @@ import zmq
 from cascadia_p2p.transport.curve import Domain
 from cascadia_p2p.transport.looping import parse_event, unwatch, watch
 from cascadia_p2p.transport.meter import LOOK_S, Meter, hang_up, source_of
-from cascadia_p2p.transport.network import NOTHING, Network, bind, connect, most_connections
+from cascadia_p2p.transport.network import NOTHING, Network, bind, connect, end_silent, most_connections
 from cascadia_p2p.transport.ports import PortWatch
 from cascadia_p2p.types import Endpoint
 
@@ -64,6 +64,7 @@ class DataReceiver:
         self._unread = False
         try:
             self._pull.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+            end_silent(self._pull)
             network.guard(self._pull, Domain.NODES)
             self._endpoint = bind(self._pull, host, port, flag)
             name = f"inproc://wake-{next(_serial)}"

@@ -29,6 +29,11 @@ RECONNECT_MS: Final = 20
 """Until a lost connection is dialled again, at first: a port that refuses tells that a process has ended."""
 
 RECONNECT_MAX_MS: Final = 1000
+PING_MS: Final = 10_000
+SILENCE_MS: Final = 60_000
+"""Until a connection to a bound socket ends over which not even an answer to a ping comes; longer than the
+largest message takes over a slow link."""
+
 HIGH_WATER: Final = 1000
 MAX_SOCKETS: Final = 4096
 MAX_DESCRIPTORS: Final = 65_536
@@ -40,6 +45,16 @@ SEALED: Final = 64
 
 NOTHING: Final = 1 << 13
 """Bytes of a part for a socket that receives no messages: the handshake of ZeroMQ itself needs some."""
+
+
+def end_silent(made: zmq.Socket[bytes]) -> None:
+    """Let a socket end connections over which nothing comes any more; before it binds.
+
+    Where a part can not be decrypted ZeroMQ stops to read the connection, and if the socket is watched by a
+    monitor it takes that for a pause: it would hold the descriptor for ever, even when the peer has gone.
+    """
+    made.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
 
 
 def _draw_names() -> None:

@@ -185,6 +185,9 @@ def explain(error: ValidationError, known: tuple[str, ...] = ()) -> str:
             return f"field '{place}' is missing"
         case "value_error":
             return f"field '{place}': {first['msg'].removeprefix('Value error, ')}"
+        case "string_pattern_mismatch":
+            # What was found may be long, or a secret.
+            return f"field '{place}' should match {first['ctx']['pattern']}, and does not"
         case "too_long" | "string_too_long":
             what = "characters" if isinstance(first["input"], str) else "items"
             return (

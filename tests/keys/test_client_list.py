@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import orjson
@@ -202,7 +203,7 @@ def test_what_is_issued_on_the_same_pc_is_read_when_it_changes(tmp_path: Path) -
     issued.write_bytes(b"{}")
     made.look()
     assert made.clients.version == 2, "a damaged file changes nothing"
-    with pytest.raises(CascadiaError, match="remove it"):
+    with pytest.raises(CascadiaError, match="move the list away"):
         load_clients(issued, FLEET)
 
 
@@ -217,12 +218,12 @@ def test_a_withdrawal_that_could_not_be_read_is_read_at_a_later_look(
     made.look()
     save_clients(issued, clients.revoke("alice"), FLEET)
 
-    def fail(path: Path) -> bytes:
+    def fail(*_: object) -> bytes:
         raise OSError(errno.EMFILE, "Too many open files")
 
     with structlog.testing.capture_logs() as said:
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "read_bytes", fail)
+            patched.setattr("cascadia_p2p.keys.clients.read_file", fail)
             for _ in range(3):
                 made.look()
             assert made.admits(Domain.CLIENTS, POOL[0])
@@ -259,6 +260,27 @@ def test_a_list_that_can_not_be_read_opens_to_nobody(tmp_path: Path) -> None:
         assert [each["event"] for each in said] == ["client_list_rejected"] * 2
         assert not any(again.admits(Domain.CLIENTS, key) for key in POOL[:2])
         assert not any(again.admits(Domain.NODES, key) for key in POOL[:2])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_list_that_would_never_end_is_no_list(tmp_path: Path) -> None:
+    issued = tmp_path / "garage.clients.json"
+    os.mkfifo(issued)
+    with pytest.raises(CascadiaError, match=r"can not be read \(it is no file\)"):
+        load_clients(issued, FLEET)
+
+
+def test_that_the_list_can_not_be_looked_for_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "keys").symlink_to("keys")
+    with structlog.testing.capture_logs() as said:
+        made = book(tmp_path, "one", issued=tmp_path / "keys" / "garage.clients.json")
+        for _ in range(3):
+            made.look()
+    assert [each["event"] for each in said] == ["client_list_rejected"]
+    (tmp_path / "keys").unlink()
+    save_clients(tmp_path / "keys" / "garage.clients.json", ClientList().issue("alice", POOL[0]), FLEET)
+    made.look()
+    assert made.admits(Domain.CLIENTS, POOL[0])
 
 
 def test_a_list_on_the_disk_that_would_be_too_many_is_not_taken(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import threading
 from collections.abc import Callable
@@ -79,6 +80,7 @@ def spoil(old: str, new: str) -> Callable[[str], str]:
         (spoil(f'fleet = "{FLEET}"', 'fleet = "a/b"'), "is no name"),
         (spoil('secret = "', 'secret = "x'), "'secret' is no key"),
         (spoil('public = "', 'public = "x'), "public key is not that"),
+        (lambda _: "a = " + "[" * 2000, "no key file"),
         (lambda text: text.replace('secret = "', 'secret = "')[:-5] + 'é"\n', "no key"),
     ],
 )
@@ -92,6 +94,48 @@ def test_damaged_key_files_are_refused_without_showing_them(
         read_key(made.path)
     assert str(made.path) in str(caught.value)
     assert made.pair.secret.decode()[:20] not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["fleet", "client"])
+def test_a_secret_in_the_wrong_line_is_not_shown(tmp_path: Path, field: str) -> None:
+    made = make_fleet_key(FLEET, tmp_path / "a.key")
+    text = client_file(tmp_path / "b.key", made.pair).path.read_text()
+    secret = made.pair.secret.decode()
+    named = {"fleet": FLEET, "client": "alice"}[field]
+    made.path.write_text(text.replace(f'{field} = "{named}"', f'{field} = "{secret}"'))
+    with pytest.raises(UsageError, match=f"'{field}' is no name") as caught:
+        read_key(made.path)
+    assert secret[:12] not in str(caught.value)
+
+
+def test_a_key_file_that_an_editor_has_marked_and_given_other_line_ends_is_read(tmp_path: Path) -> None:
+    made = make_fleet_key(FLEET, tmp_path / "a.key")
+    made.path.write_bytes(b"\xef\xbb\xbf" + made.path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_key(made.path) == made
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_is_no_key_and_nobody_waits_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.key", 0o600)
+    with pytest.raises(UsageError, match=r"can not be read \(it is no file\)"):
+        read_key(tmp_path / "a.key")
+
+
+def test_a_key_that_can_not_be_looked_at_is_not_taken_for_none(tmp_path: Path) -> None:
+    """Whoever took it for none would serve in the clear, or with another key."""
+    keys, model = tmp_path / "keys", tmp_path / "model"
+    (model / "shard-00").mkdir(parents=True)
+    # Which nobody may enter, not even root.
+    keys.symlink_to("keys")
+    for find in (find_fleet_key, find_client_key):
+        with pytest.raises(UsageError, match=r"can not be read \(.*that this user owns it"):
+            find(FLEET, directory=keys)
+    for beside in (model, model / "shard-00"):
+        (beside / FLEET_KEY).symlink_to(tmp_path / "gone")
+        with pytest.raises(UsageError, match="a link that leads nowhere"):
+            find_fleet_key(FLEET, model=model, directory=tmp_path / "empty")
+        (beside / FLEET_KEY).unlink()
+    assert find_fleet_key(FLEET, model=model, directory=tmp_path / "empty") is None
 
 
 def test_what_is_no_file_is_no_key(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from fixtures.reference import load_case
 
 from cascadia_p2p.cli import main
-from cascadia_p2p.keys.clients import load_clients
+from cascadia_p2p.errors import CascadiaError
+from cascadia_p2p.keys.clients import ClientList, load_clients
 from cascadia_p2p.keys.files import read_key
 from cascadia_p2p.keys.places import FLEET_KEY, client_list_path, fleet_key_path, make_fleet_key
 from cascadia_p2p.transport.curve import raw_key
@@ -57,6 +58,30 @@ def test_the_fleets_key_is_made_once(home: Path, capsys: Capture) -> None:
     path.chmod(0o644)
     assert keygen() == 2
     assert "chmod 600" in capsys.readouterr().err
+
+
+def test_a_withdrawal_that_can_not_be_kept_is_told_all_the_same(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keygen()
+    keygen("--client", "alice")
+    lists = []
+
+    async def share(node: object, keys: object, clients: ClientList, timeout_s: float) -> ClientList:
+        lists.append(clients)
+        return clients
+
+    def full(*_: object) -> None:
+        raise CascadiaError("the list can not be written: No space left on device")
+
+    monkeypatch.setattr("cascadia_p2p.cli.keygen.save_clients", full)
+    capsys.readouterr()
+    assert keygen("--revoke", "alice") == 1
+    assert "withdrawn" not in capsys.readouterr().err, "nobody knows"
+    monkeypatch.setattr("cascadia_p2p.cli.keygen.share_clients", share)
+    assert keygen("--revoke", "alice", "--peer", "127.0.0.1:7600") == 1
+    assert not lists[-1].admitted
+    assert "the fleet knows the change all the same" in capsys.readouterr().err
 
 
 def test_a_clients_key_is_issued_listed_and_withdrawn(home: Path, capsys: Capture) -> None:

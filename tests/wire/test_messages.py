@@ -401,6 +401,11 @@ def test_requests_are_read() -> None:
             ["logprobs", "those of 2857 tokens with 20", "'max_tokens' is 2858"],
             "a",
         ),
+        (
+            b'{"id":"a","prompt":"x","key":"A1"}',
+            ["field 'key' should match ^[0-9a-f]{32,128}$, and does not"],
+            "a",
+        ),
         (b'{"id":"a","token_ids":[1,"2"]}', ["token_ids[1]"], "a"),
         (b'{"id":"a","token_ids":[-1]}', ["token_ids[0]", "0"], "a"),
         (b'{"id":"a","token_ids":[99999999999999999999999]}', ["token_ids[0]"], "a"),
