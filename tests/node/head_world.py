@@ -29,14 +29,8 @@ from cascadia_p2p.types import Endpoint, Instance, NodeId, StreamId
 from cascadia_p2p.wire.client import FinishReason
 
 DEADLINE_S = 30.0
-
-
 TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(280))))
-
-
 END = TOKENIZER.special_id("<|content_model_end_sampling|>")
-
-
 TURNS = [
     "Grüße! Wie heißt „schön“ auf Chinesisch?",
     "漂亮 (piàoliang) 🎉👩‍👩‍👧 e\u0301",

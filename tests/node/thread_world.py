@@ -26,17 +26,9 @@ from cascadia_p2p.wire.frames import (
 )
 
 HIDDEN = 8
-
-
 PROMISE = Promise(slots=4, context=256, rows=16)
-
-
 LIMITS = FrameLimits(hidden=HIDDEN, rows=16, segments=16, operations=64, records=16)
-
-
 HEAD = Instance("00000000000000aa")
-
-
 DEADLINE_S = 30.0
 
 
