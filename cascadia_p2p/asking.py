@@ -47,6 +47,10 @@ RETURN_EVERY_S: Final = 0.2
 FRUITLESS: Final = 2
 """Heads that may be lost with a request, one after the other without a token in between."""
 
+QUEUED: Final = 3
+"""Heads that may be lost while others were before it in their queues, and count as none: it may have begun
+since it was told so."""
+
 HOLD_BACK_S: Final = 0.5
 """Seconds, and up to three times that, for which a request stands back at the head after a fruitless one."""
 
@@ -160,6 +164,8 @@ class Flow:
         self._seq = 0
         self._before = before
         self._ids = list(request.held)
+        self.place = 0
+        """In the queue, as it was told last; 0 where it may run."""
         self.over = False
         """The head has said its last word."""
 
@@ -167,9 +173,11 @@ class Flow:
         """What a reply brings; None for a word of the queue. Pieces are numbered without a gap."""
         reply = decode_reply(data)
         if isinstance(reply, QueueNotice):
+            self.place = reply.queued
             if self._on_queued is not None:
                 self._on_queued(reply.queued)
             return None
+        self.place = 0
         if isinstance(reply, ErrorReply):
             self.over = True
             raise reply.to_error()
@@ -222,8 +230,9 @@ class Patience:
     """How often a request is asked again that the head had no room for, or whose head was lost.
 
     A request may be what kills its heads. So it is given up when two were lost with it, one after the other,
-    without a token in between; and one whose last head gave it no token stands back at the next, so that
-    those which are in no doubt have their next token before it can do harm.
+    without a token in between and not while others were before it in the queue; and one whose last head gave
+    it no token stands back at the next, so that those which are in no doubt have their next token before it
+    can do harm.
 
     Args:
         timeout_s: seconds; None for ever.
@@ -239,6 +248,7 @@ class Patience:
         self._lost_at: float | None = None
         self._asked = False
         self._fruitless = 0
+        self._queued = 0
 
     @property
     def left_s(self) -> float | None:
@@ -279,15 +289,22 @@ class Patience:
         if reply is not None and reply.token_ids:
             self._asked, self._fruitless = False, 0
 
-    def return_s(self, error: UnreachableError) -> float:
-        """Seconds before a lost head is looked for again; raises an error when that has no sense."""
+    def return_s(self, error: UnreachableError, place: int = 0) -> float:
+        """Seconds before a lost head is looked for again; raises an error when that has no sense.
+
+        Args:
+            error: by which it was lost.
+            place: in its queue, as it was told last; 1 is next, 0 is none.
+        """
         now = time.monotonic()
         if isinstance(error, WrongAddressError) and self._retry and (self._end is None or now < self._end):
             return 0.0
         if self._asked and isinstance(error, HeadLostError):
             self._asked = False
+            spared = place > 1 and self._queued < QUEUED
+            self._queued += spared
             # Of a connection that this side has ended the request is not the cause.
-            self._fruitless += not error.hung_up
+            self._fruitless += not (error.hung_up or spared)
             if self._fruitless >= FRUITLESS:
                 text = f"{FRUITLESS} heads were lost while they had this request, which may be the cause"
                 raise RequestError(ErrorCode.INTERNAL, f"{text}: {error}") from None

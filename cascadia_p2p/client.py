@@ -365,7 +365,7 @@ class Client:
             except RequestError as error:
                 time.sleep(patience.pause_s(error))
             except UnreachableError as error:
-                pause_s = patience.return_s(error)
+                pause_s = patience.return_s(error, flow.place)
                 if (piece := flow.paused(error)) is not None:
                     yield piece
                 time.sleep(pause_s)
@@ -540,7 +540,7 @@ class AsyncClient:
             except RequestError as error:
                 await self._pause(patience.pause_s(error), closings, error)
             except UnreachableError as error:
-                pause_s = patience.return_s(error)
+                pause_s = patience.return_s(error, flow.place)
                 if (piece := flow.paused(error)) is not None:
                     yield piece
                 await self._pause(pause_s, closings, error)

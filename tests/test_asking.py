@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cascadia_p2p.asking import HOLD_BACK_S, Patience, make_request, unnumbered
+from cascadia_p2p.asking import HOLD_BACK_S, QUEUED, Flow, Patience, make_request, unnumbered
 from cascadia_p2p.errors import ErrorCode, HeadLostError, RequestError, UnreachableError
-from cascadia_p2p.wire.client import FinishReason, GenerateReply, StreamPiece, Timings, Usage
+from cascadia_p2p.wire.client import FinishReason, GenerateReply, QueueNotice, StreamPiece, Timings, Usage
+from cascadia_p2p.wire.model import encode
 
 LOST = HeadLostError("the head was lost")
 TOKEN = StreamPiece(id="a", seq=1, text="a", token_ids=(5,))
@@ -33,6 +34,31 @@ def test_a_request_with_which_two_heads_were_lost_is_given_up() -> None:
     with pytest.raises(RequestError, match="2 heads were lost while they had this request") as ended:
         each.return_s(LOST)
     assert ended.value.code is ErrorCode.INTERNAL
+
+
+def test_a_request_behind_others_in_the_queue_is_in_no_doubt_a_few_times() -> None:
+    each = patience()
+    for _ in range(QUEUED):
+        each.asked()
+        each.heard(None)
+        assert each.return_s(LOST, 2) > 0
+        assert each.hold_back_s == 0.0
+    # After so many that may be an old word. Nor is who was next in no doubt.
+    each.asked()
+    assert each.return_s(LOST, 2) > 0
+    assert each.hold_back_s > 0.0
+    each.asked()
+    with pytest.raises(RequestError, match="2 heads were lost"):
+        each.return_s(LOST, 1)
+
+
+def test_the_place_in_the_queue_holds_until_the_answer_begins() -> None:
+    flow = Flow(make_request([1], None, {}), None)
+    assert flow.place == 0
+    assert flow.take(encode(QueueNotice(id=flow.request.id, queued=3))) is None
+    assert flow.place == 3
+    flow.take(encode(StreamPiece(id=flow.request.id, seq=1, text="", token_ids=(5,))))
+    assert flow.place == 0
 
 
 def test_a_token_clears_a_request() -> None:
