@@ -289,7 +289,7 @@ def load_config(
         file, named_by = Path(environ[_PREFIX + "CONFIG"]), f"environment {_PREFIX}CONFIG"
     given = _Given()
     if file is not None:
-        given.add_file(file.expanduser(), named_by)
+        given.add_file(file, named_by)
     given.add_environment(environ)
     given.add_flags(flags or {})
     return given.build()
@@ -304,12 +304,16 @@ class _Given:
 
     def add_file(self, path: Path, named_by: str) -> None:
         try:
+            path = path.expanduser()
+        except RuntimeError:
+            raise UsageError(f"{path}, named by {named_by}, does not exist: '~' names no user here") from None
+        try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise UsageError(f"{path}, named by {named_by}, does not exist") from error
         except OSError as error:
             raise UsageError(f"{path}, named by {named_by}, can not be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not valid TOML: {error}") from error
         sources = {name: f"file {path}, key {name}" for name in _PATHS}
         parsed = _checked(

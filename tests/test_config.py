@@ -63,6 +63,10 @@ def test_config_file_named_by_environment(tmp_path: Path) -> None:
     file = write(tmp_path / "c.toml", "slots = 5")
     assert load_config(environ={"CASCADIA_CONFIG": str(file)}).slots == 5
     assert "flag --config, does not exist" in refusal(file=tmp_path / "none.toml")
+    assert "flag --config, does not exist: '~' names no user" in refusal(file=Path("~nosuchuserx/none.toml"))
+    deep = tmp_path / "deep.toml"
+    deep.write_text("fleet = " + "[" * 10_000)
+    assert "deep.toml is not valid TOML" in refusal(file=deep)
     assert "environment CASCADIA_CONFIG" in refusal(environ={"CASCADIA_CONFIG": str(tmp_path / "none.toml")})
 
 
