@@ -21,6 +21,7 @@ from cluster.conftest import Shards
 from cluster.sockets import plain
 from cluster.test_scrapes import scrape
 from fixtures.reference import load_case
+from fixtures.zmtp import GREETING, ready
 
 from cascadia_p2p.client import Client
 from cascadia_p2p.errors import CascadiaError, ErrorCode, RequestError, UnreachableError
@@ -153,13 +154,6 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 # --- strangers --------------------------------------------------------------------------------------------
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-
-
-def ready(kind: bytes) -> bytes:
-    said = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
-    return GREETING + b"\x04" + bytes([len(said)]) + said
-
 
 @pytest.mark.parametrize(("port", "kind"), [("control", b"DEALER"), ("data", b"PUSH"), ("client", b"DEALER")])
 def test_a_message_of_parts_without_end_is_cut_off(ring: Besieged, port: str, kind: bytes) -> None:
@@ -171,7 +165,7 @@ def test_a_message_of_parts_without_end_is_cut_off(ring: Besieged, port: str, ki
     at = ring.ports()[port]
     sent = 0
     with socket.create_connection((at.host, at.port), timeout=PATIENCE_S) as stranger:
-        stranger.sendall(ready(kind))
+        stranger.sendall(GREETING + ready(kind))
         with contextlib.suppress(ConnectionError):
             for _ in range(32_000):
                 stranger.sendall(part)

@@ -1,9 +1,10 @@
-"""What the tests of both ends of a client's connection share: bounded runs, plain sockets, waits."""
+"""What tests of sockets in an event loop share: bounded runs, plain sockets, waits, turns of the loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import zmq
@@ -40,6 +41,24 @@ def client(network: Network, kind: int, *endpoints: Endpoint, **options: int) ->
 async def until(true: Callable[[], bool]) -> None:
     while not true():  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def turns() -> AsyncIterator[Callable[[], int]]:
+    """Count, within the block, how often the loop came to everything else."""
+    count = 0
+
+    async def tick() -> None:
+        nonlocal count
+        while True:
+            count += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    try:
+        yield lambda: count
+    finally:
+        ticking.cancel()
 
 
 async def taken(server: ClientServer, route: Route, data: bytes) -> None:

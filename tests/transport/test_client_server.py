@@ -11,7 +11,8 @@ import time
 
 import pytest
 import zmq
-from transport.scenarios import DEADLINE_S, client, got, run, until
+from fixtures.zmtp import GREETING, ready
+from transport.scenarios import DEADLINE_S, client, got, run, turns, until
 
 from cascadia_p2p.transport import client_server, looping
 from cascadia_p2p.transport.client_server import (
@@ -336,20 +337,16 @@ def test_in_the_clear_nobody_can_pose_as_the_owner_of_a_key(name: bytes) -> None
     def frame(body: bytes, flags: int = 0) -> bytes:
         return bytes([flags, len(body)]) + body
 
-    def named(key: bytes, value: bytes) -> bytes:
-        return bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
-
     async def scenario(network: Network) -> None:
         server = ClientServer(network)
         endpoint = server.bind("127.0.0.1", 0)
         with socket.create_connection((endpoint.host, endpoint.port)) as made:
-            made.sendall(b"\xff" + bytes(8) + b"\x7f\3\1NULL" + bytes(48))
-            ready = b"\5READY" + named(b"Socket-Type", b"DEALER") + named(b"User-Id", name)
+            made.sendall(GREETING)
             made.settimeout(DEADLINE_S)
             greeting = b""
             while len(greeting) < 64:
                 greeting += made.recv(64 - len(greeting))
-            made.sendall(frame(ready, 4))
+            made.sendall(ready(b"DEALER", User_Id=name))
             assert b"READY" in made.recv(1000)
             made.sendall(frame(b"", 1) + frame(b"question"))
             event = await server.receive()
@@ -404,23 +401,14 @@ def test_requests_without_end_leave_turns_to_everything_else(monkeypatch: pytest
         dealer = client(network, zmq.DEALER, server.bind("127.0.0.1", 0))
         for number in range(300):
             dealer.send_multipart([b"", b"%d" % number])
-        turns = 0
-
-        async def tick() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
         # All of them are there before the first is taken.
         time.sleep(0.3)  # noqa: ASYNC251
-        ticking = asyncio.create_task(tick())
-        for number in range(300):
-            event = await server.receive()
-            assert isinstance(event, ClientCall)
-            assert event.data == b"%d" % number
-        assert turns >= 299
-        ticking.cancel()
+        async with turns() as taken:
+            for number in range(300):
+                event = await server.receive()
+                assert isinstance(event, ClientCall)
+                assert event.data == b"%d" % number
+            assert taken() >= 299
         server.close()
 
     run(scenario)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
 import zmq
+from transport.scenarios import DEADLINE_S, run, turns, until
 
 from cascadia_p2p.errors import PortError, UnreachableError
 from cascadia_p2p.local import free_ports
@@ -19,25 +20,11 @@ from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
-
-
-def run(scenario: Callable[[Network], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        with Network() as network:
-            await asyncio.wait_for(scenario(network), DEADLINE_S)
-
-    asyncio.run(bounded())
 
 
 async def until_received(receive: Callable[[], Awaitable[T]], wanted: T) -> None:
     while await receive() != wanted:
         pass
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)
 
 
 def test_a_message_that_went_with_its_connection_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,29 +163,20 @@ def test_messages_without_end_leave_turns_to_everything_else(monkeypatch: pytest
         server = ControlServer(network, "127.0.0.1", 0)
         dialer = ControlDialer(network, server.endpoint)
         await until_received(dialer.receive, Dial.CONNECTED)
-        turns = 0
-
-        async def tick() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
         for number in range(300):
             assert dialer.send(b"%d" % number) is Delivery.SENT
         # All of them are there before the first is taken.
         time.sleep(0.3)  # noqa: ASYNC251
-        ticking = asyncio.create_task(tick())
-        for number in range(300):
-            call = await server.receive()
-            assert call.data == b"%d" % number
-            assert server.reply(call.identity, call.data) is Delivery.SENT
-        assert turns >= 299
-        time.sleep(0.3)  # noqa: ASYNC251
-        for number in range(300):
-            assert await dialer.receive() == b"%d" % number
-        assert turns >= 598
-        ticking.cancel()
+        async with turns() as taken:
+            for number in range(300):
+                call = await server.receive()
+                assert call.data == b"%d" % number
+                assert server.reply(call.identity, call.data) is Delivery.SENT
+            assert taken() >= 299
+            time.sleep(0.3)  # noqa: ASYNC251
+            for number in range(300):
+                assert await dialer.receive() == b"%d" % number
+            assert taken() >= 598
         dialer.close()
         server.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import time
 import pytest
 import zmq
 from cluster.sockets import plain
+from fixtures.zmtp import GREETING, ready
 
 from cascadia_p2p.transport.network import allow_many_descriptors
 from cascadia_p2p.types import Endpoint
@@ -58,11 +58,6 @@ asyncio.run(main())
 """
 
 
-def ready() -> bytes:
-    said = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    return b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04" + bytes([len(said)]) + said
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
 def test_strangers_that_use_up_the_descriptors_cost_nobody_else_anything() -> None:
     with contextlib.ExitStack() as held:
@@ -84,7 +79,7 @@ def test_strangers_that_use_up_the_descriptors_cost_nobody_else_anything() -> No
         for _ in range(STRANGERS):
             made = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
             held.callback(made.close)
-            made.sendall(ready())
+            made.sendall(GREETING + ready(b"DEALER"))
         deadline = time.monotonic() + PATIENCE_S
         for question, answer in ((b"dial", b"no socket"), (b"look", b"0"), (b"dial", b"dialled")):
             while asked(question) != answer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from fixtures.zmtp import GREETING, ready
 
 from cascadia_p2p.transport.control import ControlDialer, ControlServer, Dial
 from cascadia_p2p.transport.data import DataSender, DataTransport
@@ -23,7 +23,6 @@ from cascadia_p2p.transport.network import Network
 from cascadia_p2p.types import Endpoint
 
 DEADLINE_S = 30.0
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
 EMPTY = bytes(2)
 
 
@@ -31,8 +30,7 @@ class Liar:
     """Takes connections as a socket of a kind would, and sends empty messages for as long as they last."""
 
     def __init__(self, kind: bytes) -> None:
-        said = b"\x05READY\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind
-        self._hello = GREETING + b"\x04" + bytes([len(said)]) + said
+        self._hello = GREETING + ready(kind)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint("127.0.0.1", self._listener.getsockname()[1])
         self.ended = threading.Event()

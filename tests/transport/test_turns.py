@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from collections.abc import Callable
 import pytest
 import zmq
 from cluster.sockets import plain
+from fixtures.zmtp import GREETING, ready
+from transport.scenarios import DEADLINE_S, until
 
 from cascadia_p2p.transport.client_server import ClientCall, ClientServer
 from cascadia_p2p.transport.control import ControlServer
@@ -21,11 +22,8 @@ from cascadia_p2p.types import Endpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what has arrived")
 
-DEADLINE_S = 60.0
 WHOLE = 2000
 LOOKS = 50
-READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-HELLO = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04" + bytes([len(READY)]) + READY
 PART = b"\x01\x00"
 """Without content, and more follow."""
 
@@ -38,11 +36,6 @@ def control(network: Network) -> tuple[ControlServer, Endpoint]:
 def clients(network: Network) -> tuple[ClientServer, Endpoint]:
     server = ClientServer(network)
     return server, server.bind("127.0.0.1", 0)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - what is waited for has no event
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("door", [control, clients])
@@ -60,7 +53,7 @@ def test_a_message_without_end_is_ended_whether_others_are_served_or_not(
             async with asyncio.timeout(DEADLINE_S):
                 receiving = asyncio.create_task(receive(server))
                 made = held.enter_context(socket.create_connection((endpoint.host, endpoint.port)))
-                made.sendall(HELLO)
+                made.sendall(GREETING + ready(b"DEALER"))
                 await until(lambda: len(server.meter) == 1)
                 made.sendall(PART * 8 * WHOLE)
                 while not server.meter.cut:
